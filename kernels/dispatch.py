@@ -1,0 +1,62 @@
+"""The one place where an implementation of an op is chosen: at trace time, by reason.
+
+A door file (`gated_delta.py`, ...) lists its implementations in order of preference in a module-level tuple
+`IMPLEMENTATIONS` and calls `choose`. Nothing falls back in silence: an implementation is passed over only for the
+reason that its own `why_not` states, and one that was asked for by name runs or raises that reason.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op. `call` is the function, or a module where a door has several that belong together.
+
+    `why_not(**facts)` returns None where the implementation runs, else a sentence that says what was found and what
+    is needed ("platform is cpu; needs gpu"). Facts are what is known while tracing: platform, dtypes, sizes. It takes
+    the facts that it does not care about in `**_`, and gives every fact but `platform` a default that means "not
+    known, no objection": the doctor asks with the platform alone.
+    """
+
+    name: str
+    call: Any
+    why_not: Callable[..., str | None]
+
+
+def always(**_: object) -> None:
+    """The `why_not` of an implementation that runs everywhere, such as a reference in plain jax.numpy."""
+
+
+def explain(candidates: Sequence[Implementation], **facts: Any) -> dict[str, str | None]:
+    """Why each candidate would not run, in order of preference; None marks those that would.
+
+    `platform` is `jax.default_backend()` unless it is among the facts (which then starts no backend).
+    """
+    if "platform" not in facts:
+        facts["platform"] = jax.default_backend()
+    return {candidate.name: candidate.why_not(**facts) for candidate in candidates}
+
+
+def choose(op: str, candidates: Sequence[Implementation], impl: str | None = None, **facts: Any) -> Implementation:
+    """The implementation to trace: the first candidate without an objection, or the one named `impl`.
+
+    The choice is made in Python while tracing, so it is part of the compiled program and costs nothing at run time.
+
+    Raises:
+        ValueError: `impl` is not the name of a candidate.
+        NotImplementedError: the named candidate cannot run with these facts, or none can; the message has the reasons.
+    """
+    reasons = explain(candidates, **facts)
+    if impl is not None and impl not in reasons:
+        raise ValueError(f"{op}: impl={impl!r} is unknown; known, in order of preference: {', '.join(reasons)}")
+    if impl is not None and reasons[impl] is not None:
+        raise NotImplementedError(f"{op}: impl={impl!r} was asked for by name and cannot run: {reasons[impl]}")
+    for candidate in candidates:
+        if candidate.name == impl or (impl is None and reasons[candidate.name] is None):
+            return candidate
+    listed = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items()) or " it has none"
+    raise NotImplementedError(f"{op}: no implementation can run here:{listed}")

@@ -1,0 +1,33 @@
+"""Strictness for every test: the CPU by name, four host devices, no silent rank promotion, checked annotations.
+
+`JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs the GPU tests instead.
+"""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that wants the hub is a bug, not a download
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+install_import_hook("ready_jax", "beartype.beartype")  # the linked folders too: modules are matched by name
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests are skipped, with the reason, where JAX's default platform is not a GPU."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (platform := jax.default_backend()) != "gpu":
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU; jax runs on {platform}"))
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of tensors that the reference implementations produced."""
+    return Path(__file__).parent / "golden"

@@ -1,0 +1,94 @@
+"""Gated attention of the target (Qwen3.5: q/k norms, partial rotary, sigmoid output gate) and its KV buffer.
+
+Keys and values are written at their absolute position *before* attention, whether they will be committed or not:
+a slot at or past a row's length is invisible and is overwritten later. Splitting buffer and pending rows would
+change the rounding.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ready_jax.config import TargetConfig
+from ready_jax.kernels import attention as kernel
+from ready_jax.layers import linear, normal, rms_norm_1p, rotate
+
+
+def write_rows(
+    buffer_BSGH: Float[Array, "B S G H"],
+    rows_BTGH: Float[Array, "B T G H"],
+    start_B: Int[Array, "B"],
+    num_B: Int[Array, "B"],
+) -> Float[Array, "B S G H"]:
+    """Rows ``0 .. num_B - 1`` at slots ``start_B ..``; the others are dropped.
+
+    Slots past the end of the buffer are dropped too: the caller checks the capacity on the host.
+    """
+    slots, tokens = buffer_BSGH.shape[1], rows_BTGH.shape[1]
+    row_BT = jnp.arange(tokens)[None]
+    slot_BT = jnp.where(row_BT < num_B[:, None], start_B[:, None] + row_BT, slots)
+    batch_BT = jnp.broadcast_to(jnp.arange(buffer_BSGH.shape[0])[:, None], slot_BT.shape)
+    return buffer_BSGH.at[batch_BT, slot_BT].set(rows_BTGH.astype(buffer_BSGH.dtype), mode="drop")
+
+
+class GatedAttention(nnx.Module):
+    """Weights ``w_in``: per query head [query | gate], then keys, then values, side by side."""
+
+    def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype):
+        self.config = config
+        width = config.num_attention_heads * config.head_dim
+        columns = 2 * width + 2 * config.num_key_value_heads * config.head_dim
+        self.w_in_DI = nnx.Param(normal(rngs.params(), (config.hidden_size, columns), config.hidden_size, dtype))
+        self.w_out_OD = nnx.Param(normal(rngs.params(), (width, config.hidden_size), width, dtype))
+        self.q_norm_H = nnx.Param(jnp.zeros((config.head_dim,), dtype))
+        self.k_norm_H = nnx.Param(jnp.zeros((config.head_dim,), dtype))
+
+    def project(self, x_BTD, angles):
+        """query [B, T, Q, H], gate [B, T, Q*H], key and value [B, T, G, H]; normed and rotated."""
+        c = self.config
+        heads, groups, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        lead = x_BTD.shape[:2]
+        fused = linear(x_BTD, self.w_in_DI[...])
+        query_gate, key, value = jnp.split(fused, [2 * heads * dim, (2 * heads + groups) * dim], axis=-1)
+        query, gate = jnp.split(query_gate.reshape(lead + (heads, 2 * dim)), 2, axis=-1)
+        key, value = (x.reshape(lead + (groups, dim)) for x in (key, value))
+        query = rotate(rms_norm_1p(query, self.q_norm_H[...], c.rms_norm_eps), angles)
+        key = rotate(rms_norm_1p(key, self.k_norm_H[...], c.rms_norm_eps), angles)
+        return query, gate.reshape(lead + (-1,)), key, value
+
+    def finish(self, out_BTQH, gate_BTO):
+        out_BTO = out_BTQH.reshape(gate_BTO.shape)
+        return linear(out_BTO * jax.nn.sigmoid(gate_BTO), self.w_out_OD[...])
+
+    def rows(self, x_BTD, angles, key_BSGH, value_BSGH, length_B):
+        """Verify rows at ``length_B ..``: output and the buffers that hold the rows."""
+        query, gate, key, value = self.project(x_BTD, angles)
+        tokens = x_BTD.shape[1]
+        every_B = jnp.full_like(length_B, tokens)
+        key_BSGH = write_rows(key_BSGH, key, length_B, every_B)
+        value_BSGH = write_rows(value_BSGH, value, length_B, every_B)
+        position_BT = length_B[:, None] + jnp.arange(tokens)[None]
+        visible_BTS = jnp.arange(key_BSGH.shape[1])[None, None] <= position_BT[..., None]
+        return self.finish(kernel.attend_rows(query, key_BSGH, value_BSGH, visible_BTS), gate), key_BSGH, value_BSGH
+
+    def prefill(self, x_BTD, angles, key_BSGH, value_BSGH, length_B, num_B):
+        """Any number of tokens after ``length_B`` committed ones; rows past ``num_B`` leave no trace."""
+        query, gate, key, value = self.project(x_BTD, angles)
+        key_BSGH = write_rows(key_BSGH, key, length_B, num_B)
+        value_BSGH = write_rows(value_BSGH, value, length_B, num_B)
+        position_BT = length_B[:, None] + jnp.arange(x_BTD.shape[1])[None]
+        slot_BS = jnp.arange(key_BSGH.shape[1])[None]
+        live_BS = slot_BS < (length_B + num_B)[:, None]
+        visible_BTS = (slot_BS[:, None] <= position_BT[..., None]) & live_BS[:, None]
+        out = kernel.attend(query, key_BSGH, kernel.clean(value_BSGH, live_BS), visible_BTS)
+        return self.finish(out, gate), key_BSGH, value_BSGH
+
+    def sequence(self, x_BTD, angles, segment_BT):
+        """Whole packed sequences from nothing: causal within equal segment ids."""
+        query, gate, key, value = self.project(x_BTD, angles)
+        row = jnp.arange(x_BTD.shape[1])
+        causal_BTS = (row[:, None] >= row[None])[None] & (segment_BT[:, :, None] == segment_BT[:, None])
+        return self.finish(kernel.attend(query, key, value, causal_BTS), gate)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ready_jax.baselines import Scripted
 from ready_jax.config import FULL, LINEAR, DrafterConfig, ReaderConfig, RopeConfig, TargetConfig
 from ready_jax.decode import Limits
-from ready_jax.drafter import Drafter
+from ready_jax.drafter import Draft, Drafter
 from ready_jax.programs import EXACT, Program
+from ready_jax.pytree import register
 from ready_jax.state import commit, init_state
 from ready_jax.target import Target
 
@@ -66,11 +69,15 @@ def target(seed: int = 0, dtype: str = "float32", **changes) -> Target:
 
 @functools.cache
 def drafter(
-    seed: int = 1, dtype: str = "float32", reader: bool = False, config: TargetConfig | None = None, **changes
+    seed: int = 1,
+    dtype: str = "float32",
+    reader: bool | ReaderConfig = False,
+    config: TargetConfig | None = None,
+    **changes,
 ) -> Drafter:
     config = config or target_config()
     if reader:
-        changes["reader"] = reader_config(config)
+        changes["reader"] = reader_config(config) if reader is True else reader
     return shaken(Drafter(drafter_config(config, **changes), rngs=nnx.Rngs(seed), dtype=dtype), seed)
 
 
@@ -189,3 +196,54 @@ def tokens(run, row: int = 0) -> list[int]:
 
 def per_round(run, name: str, row: int = 0) -> list[int]:
     return np.asarray(getattr(run, f"{name}_BN"))[row, : int(run.num_rounds_B[row])].tolist()
+
+
+def every_pair(block: int = 7) -> list[int]:
+    """A closed walk over acceptance counts 0..block in which every (previous, next) pair occurs: de Bruijn, order 2."""
+    counts = range(block + 1)
+    left = {a: list(counts) for a in counts}
+    walk, path = [0], []
+    while walk:  # Hierholzer on the complete directed graph with loops
+        if left[walk[-1]]:
+            walk.append(left[walk[-1]].pop())
+        else:
+            path.append(walk.pop())
+    return path[::-1]
+
+
+@register
+@dataclass(frozen=True)
+class Forced:
+    """A real drafter whose block is overruled to be right exactly as often as a script says.
+
+    The wrong proposals are its own, so that backbone, heads and reader stay in the program.
+    """
+
+    inner: Drafter
+    script: Scripted
+
+    @property
+    def config(self):
+        return self.inner.config
+
+    def init_context(self, batch, capacity):
+        return self.inner.init_context(batch, capacity)
+
+    def absorb(self, context, taps_BTED, num_B):
+        return self.inner.absorb(context, taps_BTED, num_B)
+
+    def propose(self, context, anchor_B, states=None, embed=None, unembed=None) -> Draft:
+        own = self.inner.propose(context, anchor_B, states, embed, unembed)
+        forced = self.script.propose(context, anchor_B)
+        right_BP = self.script.right(context)
+        wrong_BP = jnp.where(own.token_BP == right_BP, (right_BP + 1) % self.script.vocab_size, own.token_BP)
+        return Draft(jnp.where(forced.token_BP == right_BP, right_BP, wrong_BP), None, None)
+
+
+def script(prompts: list[list[int]], texts: list[list[int]], accepts: list[list[int]], vocab: int = 97) -> Scripted:
+    """``SCRIPT(a1, a2, ...)`` per row: knows the continuation, is right as often as asked in each round."""
+    width = max(map(len, texts)) + 8
+    text_BN = np.array([text + [0] * (width - len(text)) for text in texts], np.int32)
+    rounds = max(map(len, accepts))
+    accept_BR = np.array([row + [0] * (rounds - len(row)) for row in accepts], np.int32)
+    return Scripted.by_round(np.array([len(p) for p in prompts], np.int32), text_BN, accept_BR, vocab)

@@ -1,0 +1,166 @@
+"""The drafter's loss over blocks: cross entropy, total variation against the target, confidence.
+
+Per slot k, with p the corrected draft distribution and q the target's at the same place (DSpark, arXiv 2607.05147,
+section 3.3; DeepSpec ``modeling/dspark/loss``):
+
+    ce = -log p[label]       l1 = sum_v |p - q|   (unhalved: 0..2)       overlap = 1 - l1 / 2
+    confidence = BCE(conf_logit, overlap)         the label is detached, the logit's gradient reaches the backbone
+
+Each term is ``sum_k w_k m_k x_k / sum_k w_k m_k`` with ``w_k = exp(-k / decay)`` over all blocks of the batch: terms
+travel as (sum, count) pairs, so that devices and micro-batches add up before they divide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ready_jax.configs.drafter_training import LossConfig
+from ready_jax.train.anchors import Labels
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sums:
+    """Sums over the blocks of a batch; ``ratio`` and ``metrics`` divide them.
+
+    Weighted by decay: ``ce``, ``l1``, ``confidence`` and their common denominator ``weight``. Per slot and unweighted:
+    ``overlap_P``, ``top1_P`` (the draft's argmax is the target's), ``right_P`` (it is the label), ``count_P``.
+    ``tau``: sum over blocks of 1 + the expected accepted proposals; ``blocks``: how many have a supervised slot.
+    """
+
+    ce: Float[Array, ""]
+    l1: Float[Array, ""]
+    confidence: Float[Array, ""]
+    weight: Float[Array, ""]
+    overlap_P: Float[Array, "P"]
+    top1_P: Float[Array, "P"]
+    right_P: Float[Array, "P"]
+    count_P: Float[Array, "P"]
+    tau: Float[Array, ""]
+    blocks: Float[Array, ""]
+
+
+def ratio(total, count):
+    """``total / count``, and 0 (with gradient 0) where nothing was counted."""
+    return jnp.where(count > 0, total / jnp.where(count > 0, count, 1.0), 0.0)
+
+
+def slot_weights(block_size: int, decay: float):
+    """``exp(-k / decay)`` for slots 0 .. P-1."""
+    return jnp.exp(-jnp.arange(block_size, dtype=jnp.float32) / decay)
+
+
+def draft_logits(drafter, hidden_NPD, latent_NPR, unembed):
+    """Teacher-forced corrected logits [N, P, V], fp32: base logits plus the Markov bias."""
+    base_NPV = unembed(hidden_NPD)
+    return base_NPV if latent_NPR is None else base_NPV + drafter.markov.bias(latent_NPR)
+
+
+def block_sums(logits_NPV, teacher_NPV, token_NP, mask_NP, confidence_NP, decay: float) -> Sums:
+    """All sums of a slice of blocks; ``confidence_NP`` are logits, or None without that head."""
+    teacher_NPV = jax.lax.stop_gradient(teacher_NPV)
+    mask = mask_NP.astype(jnp.float32)
+    weight = mask * slot_weights(mask.shape[1], decay)[None]
+    lse_NP1 = jax.nn.logsumexp(logits_NPV, axis=-1, keepdims=True)
+    ce_NP = (lse_NP1 - jnp.take_along_axis(logits_NPV, token_NP[..., None], axis=-1))[..., 0]
+    l1_NP = jnp.sum(jnp.abs(jnp.exp(logits_NPV - lse_NP1) - jax.nn.softmax(teacher_NPV, axis=-1)), axis=-1)
+    overlap_NP = jax.lax.stop_gradient(1.0 - 0.5 * l1_NP)
+    confidence = jnp.zeros(())
+    if confidence_NP is not None:
+        bce_NP = jax.nn.softplus(confidence_NP) - overlap_NP * confidence_NP
+        confidence = jnp.sum(weight * bce_NP)
+    best_NP = jnp.argmax(logits_NPV, axis=-1)
+    return Sums(
+        ce=jnp.sum(weight * ce_NP),
+        l1=jnp.sum(weight * l1_NP),
+        confidence=confidence,
+        weight=jnp.sum(weight),
+        overlap_P=jnp.sum(mask * overlap_NP, axis=0),
+        top1_P=jnp.sum(mask * (best_NP == jnp.argmax(teacher_NPV, axis=-1)), axis=0),
+        right_P=jnp.sum(mask * (best_NP == token_NP), axis=0),
+        count_P=jnp.sum(mask, axis=0),
+        tau=jnp.sum(mask[:, 0] * (1.0 + jnp.sum(jnp.cumprod(overlap_NP * mask, axis=1), axis=1))),
+        blocks=jnp.sum(mask[:, 0]),
+    )
+
+
+def _slices(x, size: int):
+    """[N, ...] -> [ceil(N / size), size, ...], the rest filled with zeros (whose mask is false)."""
+    rest = -x.shape[0] % size
+    x = jnp.pad(x, [(0, rest)] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape((-1, size) + x.shape[1:])
+
+
+def sums(
+    drafter,
+    hidden_BAPD: Float[Array, "B A P D"],
+    teacher_BTD: Float[Array, "B T D"],
+    labels: Labels,
+    unembed,
+    config: LossConfig,
+) -> Sums:
+    """Sums over all blocks; logits exist for ``config.slice_blocks`` blocks at a time and are recomputed backward.
+
+    ``teacher_BTD``: the target's final-normed hidden states; ``unembed`` makes fp32 logits of both.
+    """
+    block_size, width = hidden_BAPD.shape[2:]
+    flat_NPD = hidden_BAPD.reshape(-1, block_size, width)
+    token_NP, previous_NP, mask_NP = (
+        x.reshape(-1, block_size) for x in (labels.token_BAP, labels.previous_BAP, labels.mask_BAP)
+    )
+    index_BR = labels.teacher_BAP.reshape(hidden_BAPD.shape[0], -1)
+    teacher_BRD = jnp.take_along_axis(teacher_BTD, index_BR[..., None], axis=1)
+    teacher_NPD = teacher_BRD.reshape(-1, block_size, teacher_BTD.shape[-1])
+
+    latent_NPR = embed_NPR = None
+    if drafter.markov is not None:
+        latent_NPR, embed_NPR = drafter.markov.latents(previous_NP, flat_NPD)
+    confidence_NP = None if drafter.confidence is None else drafter.confidence(flat_NPD, embed_NPR)
+
+    @jax.checkpoint
+    def add(so_far: Sums, inputs):
+        hidden_NPD, latent_NPR, teacher_NPD, token_NP, mask_NP, confidence_NP = inputs
+        logits_NPV = draft_logits(drafter, hidden_NPD, latent_NPR, unembed)
+        more = block_sums(logits_NPV, unembed(teacher_NPD), token_NP, mask_NP, confidence_NP, config.decay)
+        return jax.tree.map(jnp.add, so_far, more), None
+
+    size = min(config.slice_blocks, flat_NPD.shape[0])
+    inputs = (flat_NPD, latent_NPR, teacher_NPD, token_NP, mask_NP, confidence_NP)
+    zero, zero_P = jnp.zeros(()), jnp.zeros((block_size,))
+    nothing = Sums(zero, zero, zero, zero, zero_P, zero_P, zero_P, zero_P, zero, zero)
+    return jax.lax.scan(add, nothing, jax.tree.map(lambda x: _slices(x, size), inputs))[0]
+
+
+def total(found: Sums, config: LossConfig):
+    """The scalar that is minimised: each term over its own denominator, weighted."""
+    terms = config.ce * found.ce + config.l1 * found.l1 + config.confidence * found.confidence
+    return ratio(terms, found.weight)
+
+
+def metrics(found: Sums, config: LossConfig) -> dict[str, Array]:
+    """What a log line shows; ``@k`` counts slots from 1."""
+    out = {
+        "loss": total(found, config),
+        "ce_loss": ratio(found.ce, found.weight),
+        "l1_loss": ratio(found.l1, found.weight),
+        "confidence_loss": ratio(found.confidence, found.weight),
+        "tau_probabilistic": ratio(found.tau, found.blocks),
+        "anchors": found.blocks,
+    }
+    for name, value_P in (("accept_rate", found.overlap_P), ("top1", found.top1_P), ("right", found.right_P)):
+        rate_P = ratio(value_P, found.count_P)
+        out |= {f"{name}@{k + 1}": rate_P[k] for k in range(rate_P.shape[0])}
+    return out
+
+
+def argmax_tokens(drafter, hidden_BAPD: Float[Array, "B A P D"], previous_BAP: Int[Array, "B A P"], unembed):
+    """Teacher-forced proposals [B, A, P]: as long as a prefix is right they are what decoding would propose."""
+    block_size, width = hidden_BAPD.shape[2:]
+    flat_NPD, previous_NP = hidden_BAPD.reshape(-1, block_size, width), previous_BAP.reshape(-1, block_size)
+    latent_NPR = None if drafter.markov is None else drafter.markov.latents(previous_NP, flat_NPD)[0]
+    best = jnp.argmax(draft_logits(drafter, flat_NPD, latent_NPR, unembed), axis=-1)
+    return best.reshape(previous_BAP.shape).astype(jnp.int32)

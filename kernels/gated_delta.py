@@ -69,17 +69,20 @@ def prefill(
     states_at_BA: Int[Array, "B A"] | None = None,
     chunk: int = 64,
     precision: jax.lax.Precision = jax.lax.Precision.HIGHEST,
+    at_once: bool = False,
     impl: str | None = None,
 ):
     """Outputs [B, T, M, Y], the last state, and the states after ``states_at_BA`` tokens (or None).
 
-    Dead tokens (``live_BT`` false) change neither the state nor any live output. ``segment_BT`` marks packed
-    sequences by equal, contiguous ids: the state is forgotten where the id changes, and the incoming state belongs
-    to the first id. ``precision`` lowers the products for training; the default is IEEE fp32.
+    Dead tokens (``live_BT`` false) write nothing. ``segment_BT`` marks packed sequences by equal, contiguous ids:
+    the state is forgotten where the id changes (at dead tokens too), and the incoming state belongs to the first id.
+    ``precision`` lowers the products for training; the default is IEEE fp32. ``at_once`` solves all chunks together
+    before the states move: faster on an accelerator, but memory then grows with the length.
     """
     check_heads(q_BTKX.shape[2], v_BTMY.shape[2])
     call = choose("gated_delta.prefill", PREFILL, impl).call
     return call(
         s_BMXY, q_BTKX, k_BTKX, v_BTMY, g_BTM, beta_BTM,
-        live_BT=live_BT, segment_BT=segment_BT, states_at_BA=states_at_BA, chunk=chunk, precision=precision,
+        live_BT=live_BT, segment_BT=segment_BT, states_at_BA=states_at_BA,
+        chunk=chunk, precision=precision, at_once=at_once,
     )  # fmt: skip

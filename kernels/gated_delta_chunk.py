@@ -8,35 +8,112 @@ make the doubling form grow without bound (relative error 1e8 at key correlation
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
-from ready_jax.kernels.gated_delta_reference import l2_normalise
+from ready_jax.kernels.gated_delta_reference import HIGHEST, l2_normalise
 
 BLOCK = 16
 
 
+class Chunk(NamedTuple):
+    """Raw inputs of one chunk, heads before tokens; any axes may lead. Dead tokens hold zeros (g 0: no decay)."""
+
+    q: jax.Array  # B K c X, raw
+    k: jax.Array
+    v: jax.Array  # B M c Y
+    g: jax.Array  # B M c
+    beta: jax.Array
+    segment: jax.Array  # B c
+    before: jax.Array  # B: the segment that the incoming state belongs to
+
+
+class Solved(NamedTuple):
+    """All of a chunk that does not depend on the incoming state ``S``.
+
+    writes = ``write - forget S``; outputs = ``q_in S + reading writes``; state after = ``keep S + k_out^T writes``.
+    """
+
+    write: jax.Array
+    forget: jax.Array
+    reading: jax.Array
+    q_in: jax.Array
+    k_out: jax.Array
+    keep: jax.Array
+
+
+def _masked_exp(mask, exponent):
+    """``exp`` where the mask holds and exact zero elsewhere; the exponent is masked first."""
+    return jnp.where(mask, jnp.exp(jnp.where(mask, exponent, 0.0)), 0.0)
+
+
+def solve(chunk: Chunk, precision) -> Solved:
+    """The triangular solve and the decays of one chunk (or, with leading axes, of many at once)."""
+    q, k = l2_normalise(chunk.q) * chunk.q.shape[-1] ** -0.5, l2_normalise(chunk.k)
+    group = chunk.v.shape[-3] // k.shape[-3]
+    decay, beta, segment = jnp.cumsum(chunk.g, axis=-1), chunk.beta[..., None], chunk.segment
+    last, before = segment[..., -1:], chunk.before[..., None]
+
+    def product(spec, *operands):
+        return jnp.einsum(spec, *operands, precision=precision)
+
+    def per_memory(x):
+        return jnp.repeat(x, group, axis=-3)
+
+    same = (segment[..., :, None] == segment[..., None, :])[..., None, :, :]
+    place = jnp.arange(segment.shape[-1])
+    lower = same & (place[:, None] >= place[None]).reshape((1,) * (same.ndim - 2) + (place.size,) * 2)
+    ratio = _masked_exp(lower, decay[..., :, None] - decay[..., None, :])
+    overlap = beta * ratio * per_memory(product("...ix,...jx->...ij", k, k))
+    inverse = unit_lower_inverse(jnp.tril(overlap, -1))
+    from_start = _masked_exp((segment == before)[..., None, :], decay)[..., None]
+    to_end = _masked_exp((segment == last)[..., None, :], decay[..., -1:] - decay)[..., None]
+    keep = _masked_exp(last == before, decay[..., -1])[..., None, None]
+    return Solved(
+        write=product("...ij,...jy->...iy", inverse, beta * chunk.v),
+        forget=product("...ij,...jx->...ix", inverse, beta * from_start * per_memory(k)),
+        reading=ratio * per_memory(product("...ix,...jx->...ij", q, k)),
+        q_in=per_memory(q) * from_start,
+        k_out=per_memory(k) * to_end,
+        keep=keep,
+    )
+
+
+def advance(s_BMXY, solved: Solved, precision):
+    """(state after the chunk, outputs [B, M, c, Y], corrected writes [B, M, c, Y])."""
+
+    def product(spec, *operands):
+        return jnp.einsum(spec, *operands, precision=precision)
+
+    new = solved.write - product("BMcx,BMxy->BMcy", solved.forget, s_BMXY)
+    out = product("BMcx,BMxy->BMcy", solved.q_in, s_BMXY) + product("BMij,BMjy->BMiy", solved.reading, new)
+    return s_BMXY * solved.keep + product("BMcx,BMcy->BMxy", solved.k_out, new), out, new
+
+
 def _substitute(a):
     """Inverse of ``I + a`` for strictly lower ``a`` of at most 16 rows, one row at a time."""
-    size = a.shape[-1]
-    rows = [jnp.broadcast_to(jnp.eye(1, size, dtype=a.dtype)[0], a.shape[:-2] + (size,))]
+    size, axis = a.shape[-1], a.ndim - 2
     eye = jnp.eye(size, dtype=a.dtype)
-    for i in range(1, size):
-        above = jnp.stack(rows, axis=-2)
-        done = jnp.sum(a[..., i, :i, None] * above, axis=-2)
-        rows.append(jnp.broadcast_to(eye[i], done.shape) - done)
-    return jnp.stack(rows, axis=-2)
+
+    def row(i, x):
+        # Rows from i on are still those of I, and a[i] is zero there.
+        a_i = jax.lax.dynamic_index_in_dim(a, i, axis)
+        solved = jnp.broadcast_to(eye[i], a_i.shape) - jnp.matmul(a_i, x, precision=HIGHEST)
+        return jax.lax.dynamic_update_slice_in_dim(x, solved, i, axis)
+
+    return jax.lax.fori_loop(1, size, row, jnp.broadcast_to(eye, a.shape))
 
 
-def _inverse(a, precision):
+def _inverse(a):
     """Inverse of ``I + a``, ``a`` strictly lower triangular with ``16 * 2^n`` rows (or fewer than 16)."""
     size = a.shape[-1]
     if size <= BLOCK:
         return _substitute(a)
     half = size // 2
-    both = jnp.stack([a[..., :half, :half], a[..., half:, half:]])
-    top, bottom = _inverse(both, precision)
-    corner = jnp.matmul(jnp.matmul(bottom, a[..., half:, :half], precision=precision), top, precision=precision)
+    top, bottom = _inverse(jnp.stack([a[..., :half, :half], a[..., half:, half:]]))
+    corner = jnp.matmul(jnp.matmul(bottom, a[..., half:, :half], precision=HIGHEST), top, precision=HIGHEST)
     return jnp.concatenate(
         [
             jnp.concatenate([top, jnp.zeros_like(corner)], axis=-1),
@@ -49,7 +126,7 @@ def _inverse(a, precision):
 @jax.custom_vjp
 def unit_lower_inverse(a):
     """``(I + a)^-1`` for strictly lower triangular ``a`` [..., C, C]; fp32."""
-    return _inverse(a, jax.lax.Precision.HIGHEST)
+    return _inverse(a)
 
 
 def _inverse_forward(a):
@@ -60,8 +137,7 @@ def _inverse_forward(a):
 def _inverse_backward(x, dx):
     # d (I+a)^-1 = -x da x, so the pull-back is -x^T dx x^T, restricted to where a is free.
     xt = jnp.swapaxes(x, -1, -2)
-    precision = jax.lax.Precision.HIGHEST
-    return (-jnp.tril(jnp.matmul(jnp.matmul(xt, dx, precision=precision), xt, precision=precision), -1),)
+    return (-jnp.tril(jnp.matmul(jnp.matmul(xt, dx, precision=HIGHEST), xt, precision=HIGHEST), -1),)
 
 
 unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
@@ -79,93 +155,74 @@ def prefill(
     segment_BT=None,
     states_at_BA=None,
     chunk: int = 64,
-    precision=jax.lax.Precision.HIGHEST,
+    precision=HIGHEST,
+    at_once: bool = False,
 ):
     """See :func:`ready_jax.kernels.gated_delta.prefill`."""
-    batch, length, key_heads, _ = q_BTKX.shape
-    memories = v_BTMY.shape[2]
-    group = memories // key_heads
+    batch, length = q_BTKX.shape[:2]
+    if chunk % BLOCK or (chunk // BLOCK) & (chunk // BLOCK - 1):
+        raise ValueError(f"chunk={chunk} must be {BLOCK} times a power of two: the solve merges blocks pairwise")
     chunk = min(chunk, max(BLOCK, 1 << (length - 1).bit_length()))
     count = -(-length // chunk)
     live_BT = jnp.ones((batch, length), bool) if live_BT is None else live_BT
     segment_BT = jnp.zeros((batch, length), jnp.int32) if segment_BT is None else segment_BT
 
-    def chunks(x, fill=0):
-        """[B, T, ...] -> [count, B, chunk, ...]; dead and padded tokens hold ``fill``."""
-        if fill == 0:
-            x = jnp.where(live_BT.reshape(live_BT.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
-        x = jnp.pad(
-            x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2), mode="constant" if fill == 0 else "edge"
-        )
-        return jnp.moveaxis(x.reshape((batch, count, chunk) + x.shape[2:]), 1, 0)
+    def padded(x, mode="constant"):
+        return jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2), mode=mode)
 
-    # nbckx: heads before tokens, so that every product below is a batch of plain matrix products.
-    q = jnp.moveaxis(chunks(l2_normalise(q_BTKX) * q_BTKX.shape[-1] ** -0.5), 2, 3)  # n B K c X
-    k = jnp.moveaxis(chunks(l2_normalise(k_BTKX)), 2, 3)
-    v = jnp.moveaxis(chunks(v_BTMY.astype(jnp.float32)), 2, 3)  # n B M c Y
-    beta = jnp.moveaxis(chunks(beta_BTM.astype(jnp.float32)), 2, 3)[..., None]  # n B M c 1
-    decay = jnp.cumsum(jnp.moveaxis(chunks(g_BTM.astype(jnp.float32)), 2, 3), axis=-1)  # n B M c
-    segment = chunks(segment_BT, fill=1)  # n B c
-    # Segment that a chunk's incoming state belongs to: that of the last token before it.
-    before = jnp.concatenate([segment[:1, :, 0], segment[:-1, :, -1]])  # n B
-    continues = (segment == before[:, :, None])[:, :, None]  # n B 1 c
-    survives = (segment == segment[:, :, -1:])[:, :, None]
-    carries = (segment[:, :, -1] == before)[:, :, None]  # n B 1
+    inputs_T = [padded(x) for x in (q_BTKX, k_BTKX, v_BTMY, g_BTM, beta_BTM)]
+    live_BT, segment_BT = padded(live_BT), padded(segment_BT, "edge")
 
-    def per_memory(x):
-        return jnp.repeat(x, group, axis=2)
+    def piece(number):
+        """Chunk ``number``: cut where it is needed, so that no second copy of the inputs is ever held."""
 
-    def product(spec, *operands):
-        return jnp.einsum(spec, *operands, precision=precision)
+        def part(x):
+            return jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1)
 
-    row = jnp.arange(chunk)
-    same = (segment[:, :, :, None] == segment[:, :, None, :])[:, :, None]
-    lower = same & (row[:, None] >= row[None, :])[None, None, None]
-    strictly = same & (row[:, None] > row[None, :])[None, None, None]
-    difference = decay[..., :, None] - decay[..., None, :]
-    ratio = jnp.where(lower, jnp.exp(jnp.where(lower, difference, 0.0)), 0.0)  # n B M c c
-    inverse = unit_lower_inverse(
-        jnp.where(strictly, beta * ratio * per_memory(product("...ix,...jx->...ij", k, k)), 0.0)
-    )
-    reading = jnp.where(lower, ratio * per_memory(product("...ix,...jx->...ij", q, k)), 0.0)
-    from_start = jnp.where(continues, jnp.exp(jnp.where(continues, decay, 0.0)), 0.0)[..., None]
-    to_end = jnp.where(survives, jnp.exp(jnp.where(survives, decay[..., -1:] - decay, 0.0)), 0.0)[..., None]
-    keep = jnp.where(carries, jnp.exp(jnp.where(carries, decay[..., -1], 0.0)), 0.0)[..., None, None]
-    write = product("...ij,...jy->...iy", inverse, beta * v)
-    k_M, q_M = per_memory(k), per_memory(q)
-    forget = product("...ij,...jx->...ix", inverse, beta * from_start * k_M)
-    q_in = q_M * from_start
-    k_out = k_M * to_end
+        def heads_first(x):
+            live = part(live_BT).reshape(live_BT.shape[:1] + (chunk,) + (1,) * (x.ndim - 2))
+            return jnp.moveaxis(jnp.where(live, part(x), jnp.zeros((), x.dtype)).astype(jnp.float32), 1, 2)
 
-    def body(s, inputs):
-        write, forget, reading, q_in, k_out, keep = inputs
-        new = write - product("BMcx,BMxy->BMcy", forget, s)
-        out = product("BMcx,BMxy->BMcy", q_in, s) + product("BMij,BMjy->BMiy", reading, new)
-        after = s * keep + product("BMcx,BMcy->BMxy", k_out, new)
-        return after, (out, (s, new) if states_at_BA is not None else None)
+        before_B = jax.lax.dynamic_index_in_dim(segment_BT, jnp.maximum(number * chunk - 1, 0), axis=1, keepdims=False)
+        q, k, v, g, beta = (heads_first(x) for x in inputs_T)
+        return Chunk(q, k, v, g, beta, part(segment_BT), before_B)
 
-    s_BMXY, (out, log) = jax.lax.scan(body, s_BMXY.astype(jnp.float32), (write, forget, reading, q_in, k_out, keep))
-    out_BTMY = jnp.moveaxis(out, (0, 3), (1, 2)).reshape(batch, count * chunk, memories, -1)[:, :length]
-    if states_at_BA is None:
+    def body(s, number_or_solved):
+        solved = number_or_solved if at_once else solve(piece(number_or_solved), precision)
+        after, out, new = advance(s, solved, precision)
+        return after, (jnp.moveaxis(out, 1, 2), (s, new) if states_at_BA is not None else None)
+
+    numbers = jnp.arange(count)
+    inputs = solve(jax.vmap(piece)(numbers), precision) if at_once else numbers
+    s_BMXY, (out, log) = jax.lax.scan(body, s_BMXY.astype(jnp.float32), inputs)
+    out_BTMY = jnp.moveaxis(out, 0, 1).reshape((batch, count * chunk) + v_BTMY.shape[2:])[:, :length]
+    if log is None:
         return out_BTMY, s_BMXY, None
-
     start, new = log
     boundary = jnp.concatenate([start, s_BMXY[None]])  # state before each chunk, and after the last
-    which, inside = states_at_BA // chunk, states_at_BA % chunk  # B A
+    return out_BTMY, s_BMXY, _states_at(states_at_BA, boundary, new, jax.vmap(piece)(numbers), chunk, precision)
 
-    def one(which_A, inside_A, boundary_n, k_n, new_n, decay_n, from_start_n, segment_n):
-        def at(which, inside):
-            c = jnp.minimum(which, count - 1)  # a prefix that ends on a chunk border uses no token of its chunk
-            taken = (row < inside) & (segment_n[c] == segment_n[c, jnp.maximum(inside - 1, 0)])
-            upto = decay_n[c, :, jnp.maximum(inside - 1, 0)]  # M
-            weight = jnp.where(taken[None], jnp.exp(jnp.where(taken[None], upto[:, None] - decay_n[c], 0.0)), 0.0)
-            kept = jnp.where(inside > 0, from_start_n[c, :, jnp.maximum(inside - 1, 0), 0], 1.0)
-            k_MX = jnp.repeat(k_n[c], group, axis=0) * weight[..., None]
-            return boundary_n[which] * kept[:, None, None] + product("Mcx,Mcy->Mxy", k_MX, new_n[c])
 
-        return jax.vmap(at)(which_A, inside_A)
+def _states_at(states_at_BA, boundary, new, pieces: Chunk, chunk: int, precision):
+    """States after prefixes: a chunk's incoming state, decayed, and the writes of its first tokens."""
+    count, row = new.shape[0], jnp.arange(chunk)
 
-    at_BAMXY = jax.vmap(one, in_axes=(0, 0, 1, 1, 1, 1, 1, 1))(
-        which, inside, boundary, k, new, decay, from_start, segment
-    )
-    return out_BTMY, s_BMXY, at_BAMXY
+    def one_sequence(at_A, boundary, k, new, g, segment, before):
+        decay = jnp.cumsum(g, axis=-1)
+
+        def one_prefix(at):
+            inside = at % chunk
+            c = jnp.minimum(at // chunk, count - 1)  # a prefix that ends on a border uses no token of its chunk
+            last = jnp.maximum(inside - 1, 0)
+            taken = ((row < inside) & (segment[c] == segment[c, last]))[None]
+            weight = _masked_exp(taken, decay[c, :, last][:, None] - decay[c])
+            whole = (inside == 0)[None]
+            kept = jnp.where(whole, 1.0, _masked_exp((segment[c, last] == before[c])[None], decay[c, :, last]))
+            k_MX = jnp.repeat(l2_normalise(k[c]), new.shape[1] // k.shape[1], axis=0) * weight[..., None]
+            writes = jnp.einsum("Mcx,Mcy->Mxy", k_MX, new[c], precision=precision)
+            return boundary[at // chunk] * kept[:, None, None] + writes
+
+        return jax.vmap(one_prefix)(at_A)
+
+    parts = (boundary, pieces.k, new, pieces.g, pieces.segment, pieces.before)
+    return jax.vmap(one_sequence, in_axes=(0,) + (1,) * len(parts))(states_at_BA, *parts)

@@ -7,6 +7,8 @@ The public names load on first use; ``ready_jax.train``, ``ready_jax.serve``, ``
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,3 +73,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, *_MODULES]
+
+
+class _Package(ModuleType):
+    """Importing the file ``decode`` would put the module where the public function of that name belongs."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.decode if name == "decode" and isinstance(value, ModuleType) else value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -16,6 +16,9 @@ from ready_jax.config import TargetConfig
 from ready_jax.kernels import attention as kernel
 from ready_jax.layers import linear, normal, rms_norm_1p, rotate
 
+#: Queries of a prefill that meet the buffer at once.
+QUERY_BLOCK = 64
+
 
 def write_rows(
     buffer_BSGH: Float[Array, "B S G H"],
@@ -79,12 +82,22 @@ class GatedAttention(nnx.Module):
         query, gate, key, value = self.project(x_BTD, angles)
         key_BSGH = write_rows(key_BSGH, key, length_B, num_B)
         value_BSGH = write_rows(value_BSGH, value, length_B, num_B)
-        position_BT = length_B[:, None] + jnp.arange(x_BTD.shape[1])[None]
         slot_BS = jnp.arange(key_BSGH.shape[1])[None]
         live_BS = slot_BS < (length_B + num_B)[:, None]
-        visible_BTS = (slot_BS[:, None] <= position_BT[..., None]) & live_BS[:, None]
-        out = kernel.attend(query, key_BSGH, kernel.clean(value_BSGH, live_BS), visible_BTS)
-        return self.finish(out, gate), key_BSGH, value_BSGH
+        clean_BSGH = kernel.clean(value_BSGH, live_BS)
+
+        def attend(block):
+            query_BTQH, row_T = block
+            seen_BTS = slot_BS[:, None] <= length_B[:, None, None] + row_T[None, :, None]
+            return kernel.attend(query_BTQH, key_BSGH, clean_BSGH, seen_BTS & live_BS[:, None])
+
+        # Blocks of queries, so that scores do not grow with the length of the pass.
+        tokens, blocks = query.shape[1], -(-query.shape[1] // QUERY_BLOCK)
+        padded = jnp.pad(query, [(0, 0), (0, blocks * QUERY_BLOCK - tokens), (0, 0), (0, 0)])
+        query_blocks = jnp.moveaxis(padded.reshape((query.shape[0], blocks, QUERY_BLOCK) + query.shape[2:]), 1, 0)
+        out = jax.lax.map(attend, (query_blocks, jnp.arange(blocks * QUERY_BLOCK).reshape(blocks, QUERY_BLOCK)))
+        out_BTQH = jnp.moveaxis(out, 0, 1).reshape(padded.shape)[:, :tokens]
+        return self.finish(out_BTQH, gate), key_BSGH, value_BSGH
 
     def sequence(self, x_BTD, angles, segment_BT):
         """Whole packed sequences from nothing: causal within equal segment ids."""

@@ -30,6 +30,7 @@ from ready_jax.tensor_files import CONFIG, GENERATION, CheckpointError, Scan, St
 __all__ = [
     "CheckpointError",
     "LoadReport",
+    "bytes_to_download",
     "inspect",
     "load_drafter",
     "load_drafter_with_report",
@@ -72,6 +73,19 @@ def _download(name: str, revision: str | None) -> Path:
         raise CheckpointError(
             f"{name}: found no such folder here, and the hub could not deliver {name}{at}: {error}"
         ) from error
+
+
+def bytes_to_download(source: str | Path, revision: str | None = None) -> int:
+    """Bytes of the safetensors files behind a hub name; 0 for a folder, or where the hub does not tell."""
+    if Path(source).expanduser().exists():
+        return 0
+    from huggingface_hub import model_info  # slow import, only needed here
+
+    try:
+        files = model_info(str(source), revision=revision, files_metadata=True).siblings or []
+    except Exception:  # offline, or no such name: `resolve` finds a cached copy or reports it
+        return 0
+    return sum(file.size or 0 for file in files if file.rfilename.endswith(".safetensors"))
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], str]:

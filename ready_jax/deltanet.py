@@ -111,7 +111,8 @@ class GatedDeltaNet(nnx.Module):
 
     def sequence(self, x_BTD, s_BMXY, tail_BWC, *, live_BT, segment_BT=None, states_at_BA=None, **options):
         """Any number of tokens in chunks: output, last state, conv history, states after ``states_at_BA`` tokens."""
-        u_BTC, z, g, beta = self.project(x_BTD)
+        # The parts of the fused projection are taken out here, so that it is not held until z is needed.
+        u_BTC, z, g, beta = jax.lax.optimization_barrier(self.project(x_BTD))
         history_BWC = jnp.concatenate([tail_BWC, u_BTC.astype(tail_BWC.dtype)], axis=1)
         q, k, v = self.convolve(history_BWC, x_BTD.shape[1], segment_BT)
         out, s_BMXY, states = gated_delta.prefill(

@@ -169,29 +169,44 @@ class Drafter(nnx.Module):
             x_BPD = x_BPD + layer.mlp(h_BPD)
         return rms_norm(x_BPD, self.norm_D[...], c.rms_norm_eps)
 
-    def _own(self, given: Callable | None, weight, name: str, own: Callable) -> Callable:
-        if given is not None:
-            return given
-        if weight is None:
-            raise ValueError(f"this drafter has no {name} of its own: pass {name}=target.{name}")
-        return own
-
-    def _own_unembed(self, hidden_BTD):
-        return jnp.einsum(
-            "BTD,DV->BTV",
-            hidden_BTD,
-            self.w_out_DV[...].astype(hidden_BTD.dtype),
-            precision=precision_for(hidden_BTD.dtype),
-            preferred_element_type=jnp.float32,
-        )
-
     def embedding(self, embed: Callable | None) -> Callable:
         """``embed`` if given, else the drafter's own; ValueError if it borrows the target's."""
-        return self._own(embed, self.embed_VD, "embed", lambda token: self.embed_VD[...][token])
+        if embed is not None:
+            return embed
+        table = self.embed_VD
+        if table is None:
+            raise ValueError("this drafter has no embed of its own: pass embed=target.embed")
+        return lambda token: table[...][token]
 
     def head(self, unembed: Callable | None) -> Callable:
         """``unembed`` if given, else the drafter's own; ValueError if it borrows the target's."""
-        return self._own(unembed, self.w_out_DV, "unembed", self._own_unembed)
+        if unembed is not None:
+            return unembed
+        weight = self.w_out_DV
+        if weight is None:
+            raise ValueError("this drafter has no unembed of its own: pass unembed=target.unembed")
+
+        def own(hidden_BTD):
+            return jnp.einsum(
+                "BTD,DV->BTV",
+                hidden_BTD,
+                weight[...].astype(hidden_BTD.dtype),
+                precision=precision_for(hidden_BTD.dtype),
+                preferred_element_type=jnp.float32,
+            )
+
+        return own
+
+    def with_reader(self, reader) -> Drafter:
+        """The same drafter with another state reader (None: none).
+
+        Any object with ``prepare(states)`` and ``reader(prep, hidden_BPD)`` will do. One that is no pytree belongs to
+        the compiled program and is recognised by identity: change it by making another.
+        """
+        other = jax.tree.map(lambda leaf: leaf, self)
+        is_pytree = reader is None or not jax.tree_util.all_leaves([reader])
+        other.reader = nnx.data(reader) if is_pytree else nnx.static(reader)
+        return other
 
     def block_inputs(self, anchor_B: Int[Array, "B"], embed: Callable) -> Float[Array, "B P D"]:
         """Embeddings of [anchor, mask, mask, ...]."""

@@ -65,17 +65,17 @@ class Generation:
 
 
 class TextPiece(str):
-    """What one round adds to the text: a string with ``token_ids``, ``accepted`` (None: the prefill) and ``index``
+    """What one round adds to the text: a string with ``token_ids``, ``accepted`` (None: the prefill) and ``row``
     (which prompt of the batch). The pieces of a prompt join to its whole text.
     """
 
     token_ids: list[int]
     accepted: int | None
-    index: int
+    row: int
 
-    def __new__(cls, text: str, token_ids: list[int], accepted: int | None, index: int):
+    def __new__(cls, text: str, token_ids: list[int], accepted: int | None, row: int):
         piece = super().__new__(cls, text)
-        piece.token_ids, piece.accepted, piece.index = token_ids, accepted, index
+        piece.token_ids, piece.accepted, piece.row = token_ids, accepted, row
         return piece
 
 

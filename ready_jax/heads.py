@@ -39,7 +39,7 @@ class MarkovHead(nnx.Module):
     def step(self, carry, prev_B: Int[Array, "B"], hidden_BD: Float[Array, "B D"]):
         """(carry, latent [B, R], Markov embedding [B, R]) of one slot, given the token just before it."""
         embed_BR = self.w1_VR[...].astype(hidden_BD.dtype)[prev_B]
-        if self.kind == "vanilla":
+        if self.w_mix is None or self.b_mix is None:  # vanilla
             return carry, embed_BR, embed_BR
         if self.kind == "gated":
             mixed = linear(jnp.concatenate([hidden_BD, embed_BR], axis=-1), self.w_mix[...], self.b_mix[...])

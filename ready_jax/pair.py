@@ -7,9 +7,9 @@ Shapes are bucketed here and nowhere else: prompts to a power of two of at least
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -64,6 +64,7 @@ def load(
         devices.enable_compile_cache(compile_cache)
     if target is None:
         target, drafter = NANO / "target", NANO / "dspark" if drafter is None else drafter
+    devices.refuse_large_on_cpu(checkpoint.bytes_to_download(target, revision), device)
     folder = checkpoint.resolve(target, revision)[0]
     devices.refuse_large_on_cpu(checkpoint.parameter_bytes(folder), device)
     model = checkpoint.load_target(folder, dtype=dtype, mesh=mesh)
@@ -131,7 +132,7 @@ class Pair:
         temperature: float = 0.0,
         confidence_threshold: float = 0.0,
         keep_logits: bool = False,
-    ):
+    ) -> Any:
         """Greedy text after one prompt (-> Generation) or a list of prompts (-> list), decoded as one batch.
 
         A prompt is a string (one user turn), token ids, or chat messages. ``method``: None or "speculative" uses the
@@ -149,10 +150,11 @@ class Pair:
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         text = self._chat("stream text or find stop strings") if stop or on_text else None
         watch = Watch(len(ids), max_new_tokens, chat=text, stop=stop, on_text=on_text, progress=progress)
-        run, timing, method = self._run(
-            ids, self._method(method), max_new_tokens, stop_token_ids, confidence_threshold, keep_logits, watch
-        )
-        results = self._results(run, timing, method, watch)
+        with sharding.isolated():
+            run, timing, done = self._run(
+                ids, self._method(method), max_new_tokens, stop_token_ids, confidence_threshold, keep_logits, watch
+            )
+            results = self._results(run, timing, done, watch)
         return results[0] if single else results
 
     def _encode(self, prompt, enable_thinking) -> list[int]:
@@ -252,7 +254,8 @@ class Pair:
         return sum(p.compile_seconds for p in programs), sum(p.num_compiles for p in programs)
 
     def _results(self, run: Decoding, timing: Timing, method: str, watch) -> list[Generation]:
-        host = jax.device_get(replace(run, state=None, context=None))
+        memory = ("state", "context")
+        host = SimpleNamespace(**jax.device_get({k: v for k, v in vars(run).items() if k not in memory}))
         results = []
         for b in range(host.num_emitted_B.shape[0]):
             rounds, emitted = int(host.num_rounds_B[b]), int(host.num_emitted_B[b])
@@ -289,20 +292,22 @@ def as_batch(prompts) -> tuple[bool, list]:
 
     Raises ValueError for an empty prompt or an empty batch, TypeError for anything else.
     """
+    wrong = TypeError("a prompt is a string, a list of token ids or of chat messages; found " + repr(prompts)[:80])
+    if not isinstance(prompts, Iterable):
+        raise wrong
     if isinstance(prompts, np.ndarray | jax.Array):
         prompts = np.asarray(prompts).tolist()
     if isinstance(prompts, str):
         single, batch = True, [prompts]
     else:
         prompts = list(prompts)
-        first = prompts[0] if prompts else None
-        single = isinstance(first, int | np.integer | dict)
+        if not prompts:
+            raise ValueError("there is no prompt: decoding needs at least one token to start from")
+        single = isinstance(prompts[0], int | np.integer | dict)
         batch = [prompts] if single else prompts
     batch = [np.asarray(p).tolist() if isinstance(p, np.ndarray | jax.Array) else p for p in batch]
-    if not batch or any(not isinstance(p, str | list | tuple) for p in batch):
-        raise TypeError(
-            "a prompt is a string, a list of token ids or a list of chat messages; found " + repr(prompts)[:80]
-        )
+    if any(not isinstance(p, str | list | tuple) for p in batch):
+        raise wrong
     empty = [i for i, p in enumerate(batch) if len(p) == 0]
     if empty:
         raise ValueError(f"prompts {empty} are empty: decoding needs at least one token to start from")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 #: Letters whose dimension is split over the mesh's last axis.
@@ -35,7 +36,11 @@ def spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 
 def place(model, mesh: Mesh):
-    """The module with every parameter placed on ``mesh`` by its letters."""
+    """The module with every parameter placed on ``mesh`` by its letters, its axes taken as automatic ones.
+
+    ``jax.make_mesh`` makes explicit axes unless told otherwise: then every product would have to name its sharding.
+    """
+    mesh = Mesh(mesh.devices, mesh.axis_names)
 
     def put(path, leaf):
         names = [str(getattr(key, "name", "")) for key in path]
@@ -49,9 +54,14 @@ def mesh_of(model) -> Mesh | None:
     """The mesh that a module's parameters live on; None for plain single-device parameters."""
     for leaf in jax.tree.leaves(model):
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding):
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding.mesh
     return None
+
+
+def isolated():
+    """A context that a caller's ``jax.set_mesh`` does not reach: the parameters themselves say where they live."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def check_same_mesh(target, drafter) -> None:

@@ -102,7 +102,7 @@ class Watch:
             row.seen = int(emitted[b])
             if row.seen == before[b]:
                 continue
-            text = row.take(last=finished[b] != RUNNING)
+            text = row.take(last=bool(finished[b] != RUNNING))
             if self.on_text is not None:
                 count = int(accepted[b, rounds[b] - 1]) if rounds[b] else None
                 self.on_text(TextPiece(text, tokens[b, before[b] : row.seen].tolist(), count, b))
@@ -112,7 +112,11 @@ class Watch:
             from tqdm.auto import tqdm
 
             bar = tqdm(total=self.total, unit="token")
-            return lambda count: bar.update(count - bar.n) and None, bar.close
+
+            def advance(count: int) -> None:
+                bar.update(count - bar.n)
+
+            return advance, bar.close
         if callable(self.progress):
             show = self.progress
             return lambda count: show(count, self.total), lambda: None

@@ -212,6 +212,7 @@ class Target(nnx.Module):
                 y_BTD, _, _, found = block.mixer.sequence(
                     block.norm(x_BTD), s_BMXY, tail_BWC,
                     live_BT=live_BT, segment_BT=segment_BT, states_at_BA=at, precision=precision,
+                    at_once=True,
                 )  # fmt: skip
             else:
                 y_BTD, found = block.mixer.sequence(block.norm(x_BTD), angles, segment_BT), None

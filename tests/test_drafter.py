@@ -77,7 +77,7 @@ def test_a_drafter_without_embeddings_says_what_to_pass(case):
     drafter, _ = case
     drafter = jax.tree.map(lambda x: x, drafter)
     drafter.embed_VD = None
-    with pytest.raises(ValueError, match="pass embed=target.embed"):
+    with pytest.raises(ValueError, match=r"pass embed=target\.embed"):
         drafter.propose(drafter.init_context(1, 8), jnp.zeros((1,), jnp.int32))
 
 

@@ -234,6 +234,16 @@ def test_any_length_in_any_chunk(chunk, gate):
     close(found, at(states, prefixes), 5e-6)
 
 
+def test_the_state_after_a_whole_number_of_chunks():
+    """The last prefix then ends on a border behind which there is no chunk."""
+    inputs, prefixes = random_inputs(15, batch=2, tokens=32), np.array([[32, 31, 16], [0, 17, 32]], np.int32)
+    call = quick(lambda x, at: gated_delta.prefill(*x, states_at_BA=at, chunk=16, impl="chunk"))
+    _, state, found = call(inputs, prefixes)
+    states = oracle(inputs)[1]
+    close(state, states[:, -1], 5e-6)
+    close(found, at(states, prefixes), 5e-6)
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_dead_tokens_leave_no_trace(chunk):
     num = np.array([0, 1, 16, 17, 64, 65, 128, 199, 200])

@@ -91,7 +91,10 @@ def batch(rows=2):
 def loss_of(target, drafter, tokens, anchors, config=None):
     found = features(target, drafter.config, tokens[0], tokens[2], anchors, jax.lax.Precision.HIGHEST)
     config = config or LossConfig()
-    return steps.draft_loss(drafter, found, anchors, *tokens, target.embed, target.unembed, config)
+    token_BT, mask_BT, segment_BT = tokens
+    return steps.draft_loss(
+        drafter, found, anchors, token_BT, mask_BT, segment_BT, target.embed, target.unembed, config
+    )
 
 
 # The sums
@@ -102,7 +105,8 @@ def test_sums_against_numpy():
     logits, teacher = rng.normal(size=(2, 3, 4, 9)).astype(np.float32)
     token, confidence = rng.integers(0, 9, (3, 4)), rng.normal(size=(3, 4)).astype(np.float32)
     mask = np.array([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], bool)
-    found = losses.block_sums(*map(jnp.asarray, (logits, teacher, token, mask, confidence)), 4.0)
+    arrays = [jnp.asarray(x) for x in (logits, teacher, token, mask, confidence)]
+    found = losses.block_sums(arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], 4.0)
 
     def softmax(x):
         x = np.exp(x.astype(np.float64))
@@ -260,7 +264,7 @@ def test_norm_weights_move_in_bf16_training():
     for _ in range(100):
         updates, moments = optimizer.update(jnp.full((3,), 0.01), moments, weight)
         weight = optax.apply_updates(weight, updates)
-    np.testing.assert_allclose(weight, 0.94, atol=1e-3)
+    np.testing.assert_allclose(np.asarray(weight), 0.94, atol=1e-3)
     stale = jnp.ones((), jnp.bfloat16)
     for _ in range(100):
         stale = stale - jnp.bfloat16(6e-4)

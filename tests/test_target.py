@@ -489,7 +489,7 @@ def test_prefill_keeps_no_state_per_token_and_layer():
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="attention scores [T, S] and all chunks' matrices are held at once: 85 KB per token, not 6")
+@pytest.mark.xfail(reason="6.3 KB per token, not 6.1: the fused projection and the convolution")
 def test_prefill_needs_little_memory_per_token():
     """Field case A22, to the letter: less than four residual streams of all layers at 512 to 2048 tokens."""
     config = tiny.target_config()

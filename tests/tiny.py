@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ PAD, EOS, MASK = 94, 95, 96
 
 def target_config(**changes) -> TargetConfig:
     """``TT`` of the field cases: 8 layers L L L F L L L F, hidden 48, vocab 97."""
-    fields = dict(
+    fields: dict[str, Any] = dict(
         vocab_size=97, hidden_size=48, intermediate_size=64, layer_types=(LINEAR, LINEAR, LINEAR, FULL) * 2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=6,
         linear_key_head_dim=16, linear_value_head_dim=16, linear_conv_kernel_dim=4, rms_norm_eps=1e-6,
@@ -35,7 +37,7 @@ def target_config(**changes) -> TargetConfig:
 
 def drafter_config(target: TargetConfig, **changes) -> DrafterConfig:
     """``TD``: 2 layers, block 7, taps 1, 3, 5, Markov rank 8, borrowed embeddings."""
-    fields = dict(
+    fields: dict[str, Any] = dict(
         vocab_size=target.vocab_size, hidden_size=target.hidden_size, intermediate_size=40, num_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope=RopeConfig(1e4, 16),
         max_position_embeddings=1024, block_size=7, taps=(1, 3, 5), mask_token_id=MASK, markov_rank=8,
@@ -47,24 +49,41 @@ def drafter_config(target: TargetConfig, **changes) -> DrafterConfig:
 
 def reader_config(target: TargetConfig, **changes) -> ReaderConfig:
     """``TR``'s reader: states of layers 2 and 6, rank 4."""
-    fields = dict(
+    fields: dict[str, Any] = dict(
         rank=4, state_layers=(2, 6), memory_heads=target.linear_num_value_heads, mlp_hidden=16,
         key_dim=target.linear_key_head_dim, value_dim=target.linear_value_head_dim,
     )  # fmt: skip
     return ReaderConfig(**(fields | changes))
 
 
-def shaken(model, seed: int, scale: float = 0.1):
-    """Every parameter moved a little, so that no zero or one of the initialisation hides a fault."""
-    leaves, structure = jax.tree.flatten(model)
+def randomised[T](make: Callable[[], T], seed: int, norm: float) -> T:
+    """A module with every parameter drawn in NumPy: nothing is compiled, and no zero or one hides a fault.
+
+    ``norm`` is what norm weights scatter around: 0 for the target's zero-centred ones, 1 for plain ones.
+    """
     rng = np.random.default_rng(seed)
-    moved = [x + jnp.asarray(scale * rng.standard_normal(x.shape), x.dtype) for x in leaves]
-    return jax.tree.unflatten(structure, moved)
+
+    def draw(path, leaf):
+        name = next(str(key.name) for key in reversed(path) if getattr(key, "name", "value") != "value")
+        noise = rng.standard_normal(leaf.shape)
+        if name == "a_log_M":
+            value = np.log(rng.uniform(0.5, 8, leaf.shape))
+        elif name == "dt_bias_M":
+            value = rng.uniform(-5, -1, leaf.shape)
+        elif "norm" in name or name == "gain_ZJ":
+            value = (1.0 if name in ("norm_Y", "gain_ZJ") else norm) + 0.1 * noise
+        else:
+            fan_in = leaf.shape[-1] if name in ("embed_VD", "w1_VR") else leaf.shape[0] if leaf.ndim == 2 else 10
+            value = noise * fan_in**-0.5
+        return jnp.asarray(value, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, nnx.eval_shape(make))
 
 
 @functools.cache
 def target(seed: int = 0, dtype: str = "float32", **changes) -> Target:
-    return shaken(Target(target_config(**changes), rngs=nnx.Rngs(seed), dtype=dtype), seed)
+    config = target_config(**changes)
+    return randomised(lambda: Target(config, rngs=nnx.Rngs(0), dtype=dtype), seed, norm=0.0)
 
 
 @functools.cache
@@ -78,7 +97,8 @@ def drafter(
     config = config or target_config()
     if reader:
         changes["reader"] = reader_config(config) if reader is True else reader
-    return shaken(Drafter(drafter_config(config, **changes), rngs=nnx.Rngs(seed), dtype=dtype), seed)
+    shape = drafter_config(config, **changes)
+    return randomised(lambda: Drafter(shape, rngs=nnx.Rngs(0), dtype=dtype), seed, norm=1.0)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -119,7 +139,7 @@ class Plain:
     def feed(self, tokens: list[int], state=None):
         """Memory and last logits after feeding tokens one by one."""
         state = state or init_state(self.model.config, 1, self.capacity, dtype=self.model.dtype)
-        logits = None
+        logits = jnp.zeros((1, self.model.config.vocab_size))
         for token in tokens:
             logits, state = _one(self.model, jnp.array([[token]], jnp.int32), state)
         return logits, state
@@ -172,22 +192,22 @@ def programs() -> tuple[Program, Program]:
     return Program(_start, static=("capacity", "keep_logits")), Program(_continue)
 
 
-_BEGIN, _DECODE = None, None
+@functools.cache
+def shared_programs() -> tuple[Program, Program]:
+    return programs()
 
 
 def generate(
     model, drafting, prompts: list[list[int]], limit: Limits, *, capacity=256, rounds=2**31 - 1, keep_logits=False
 ):
     """The decode loop on token ids: what ``Pair`` does, without buckets and text."""
-    global _BEGIN, _DECODE
-    if _BEGIN is None:
-        _BEGIN, _DECODE = programs()
+    start, go_on = shared_programs()
     token_BT, num_B = padded(prompts, max(32, max(len(p) for p in prompts)))
-    run = _BEGIN(
+    run = start(
         target=model, drafter=drafting, token_BT=token_BT, num_B=num_B, limits=limit, capacity=capacity,
         keep_logits=keep_logits,
     )  # fmt: skip
-    return _DECODE(target=model, drafter=drafting, run=run, limits=limit, max_rounds=jnp.int32(rounds))
+    return go_on(target=model, drafter=drafting, run=run, limits=limit, max_rounds=jnp.int32(rounds))
 
 
 def tokens(run, row: int = 0) -> list[int]:

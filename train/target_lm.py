@@ -2,7 +2,7 @@
 
     python -m ready_jax.train.target_lm nano_target output.folder=out/nano
     python -m ready_jax.train.target_lm nano_unloop start=out/nano output.folder=out/nano_unloop
-    python -m ready_jax.train.target_lm nano_unloop --export ready_jax/assets/nano/target
+    python -m ready_jax.train.target_lm nano_unloop --export ready_jax/assets/nano/target --blend out/nano 0.5
 
 Any field of the recipe changes by `section.field=value`. A run stores its weights before it measures anything.
 """
@@ -373,11 +373,25 @@ def train_unloop(config: UnloopRecipe) -> dict[str, Any]:
     return finish(config, log, state[0], heldout, losses, facts)
 
 
-def export(config: TargetRecipe | UnloopRecipe, folder: str) -> None:
-    """The weights in `output.folder` as a bf16 checkpoint in Hugging Face layout."""
-    from ready_jax.export import save_pretrained
+def blended(first: Flat, second: Flat, share: float) -> Flat:
+    """Weights on the straight line from ``first`` (share 0) to ``second`` (share 1).
 
-    save_pretrained(lm_step.decoding_target(config.model, load_weights(config.output.folder)), folder)
+    Between a model and its fine-tuned self this keeps much of both (WiSE-FT, Wortsman et al. 2022, 2109.01903).
+    """
+    return {key: (1 - share) * first[key] + share * second[key] for key in first}
+
+
+def export(config: TargetRecipe | UnloopRecipe, folder: str, blend: tuple[str, float] | None = None) -> None:
+    """The weights in `output.folder` as a bf16 checkpoint in Hugging Face layout.
+
+    `blend`: another run's folder and the share of `output.folder`'s weights in a blend with that run's.
+    """
+    from ready_jax.checkpoint import save_pretrained
+
+    flat = load_weights(config.output.folder)
+    if blend is not None:
+        flat = blended(load_weights(blend[0]), flat, blend[1])
+    save_pretrained(lm_step.decoding_target(config.model, flat), folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -385,10 +399,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("recipe", help="nano_target or nano_unloop")
     parser.add_argument("changes", nargs="*", metavar="section.field=value")
     parser.add_argument("--export", metavar="FOLDER", help="write the finished weights there; nothing is trained")
+    parser.add_argument(
+        "--blend", nargs=2, metavar=("FOLDER", "SHARE"), help="with --export: blend with another run's weights"
+    )
     args = parser.parse_args(arguments)
     config = recipe(args.recipe, args.changes)
     if args.export:
-        export(config, args.export)
+        export(config, args.export, (args.blend[0], float(args.blend[1])) if args.blend else None)
     elif isinstance(config, TargetRecipe):
         train_target(config)
     elif isinstance(config, UnloopRecipe):

@@ -1,0 +1,52 @@
+"""The shipped pair: it loads without arguments, decodes bit-identically, and its demo runs."""
+
+from itertools import pairwise
+
+import jax
+import pytest
+
+import ready_jax
+from ready_jax.serve import demo, exact
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nano_speculates_bit_identically(dtype):
+    """4 prompts x 64 tokens; ``make exact`` does 40 x 200 and every pair of acceptance counts."""
+    pair = ready_jax.load(dtype=dtype)
+    found = exact.compare_drafter(pair, exact.shipped_prompts(pair, 4), 64)
+    assert found.mismatches == dict(tokens=0, logits=0, lengths=0, memory=0)
+    assert (found.prompts, found.tokens) == (4, 4 * 64)
+    assert found.logits == 4 * 64 * pair.target.config.vocab_size
+    assert found.memory > 0
+    assert found.rounds < 4 * 63  # the drafter is right sometimes
+
+
+def test_the_walk_over_acceptance_counts_holds_every_pair_once():
+    walk = exact.every_pair(7)
+    assert len(walk) == 65
+    assert len(set(pairwise(walk))) == 64
+
+
+def test_the_comparison_counts_what_differs():
+    """One bit of one logit, one token, one memory value."""
+    pair = ready_jax.load(dtype="float32")
+    loop = exact.Loop(pair)
+    run = loop.run(None, exact.shipped_prompts(pair, 1), [4], 256)
+    assert run.logits_BNV is not None
+    other = jax.tree.map(lambda x: x, run)
+    object.__setattr__(other, "logits_BNV", run.logits_BNV.at[0, 2, 5].multiply(1 + 2.0**-22))
+    object.__setattr__(other, "token_BN", run.token_BN.at[0, 1].add(1))
+    object.__setattr__(
+        other.state, "recurrent", (other.state.recurrent[0].at[0, 0, 0, 0].add(1), *run.state.recurrent[1:])
+    )
+    result = exact.Comparison()
+    result.add(other, run)
+    assert result.mismatches == dict(tokens=1, logits=1, lengths=0, memory=1)
+
+
+def test_the_demo(capsys):
+    assert demo.main(["--max-new-tokens", "24"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("device: cpu") == 1
+    for part in (*demo.PROMPTS, "autoregressive", "dspark", "about twelve million parameters", "bit for bit", "yes"):
+        assert part in shown

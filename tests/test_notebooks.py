@@ -1,0 +1,31 @@
+"""The notebooks run from top to bottom, on the CPU, in a kernel of their own."""
+
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+from ready_jax.pair import NANO
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+def test_there_is_a_notebook():
+    assert [file.name for file in NOTEBOOKS] == ["quickstart.ipynb"]
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+@pytest.mark.filterwarnings("ignore")  # of the kernel's client, not ours
+def test_a_notebook_runs(file, monkeypatch):
+    assert (NANO / "dspark" / "config.json").is_file(), f"the notebooks load nano, which is not at {NANO}"
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    notebook = nbformat.read(file, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute(cwd=str(file.parent))
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_is_kept_without_outputs(file):
+    cells = [cell for cell in nbformat.read(file, as_version=4).cells if cell.cell_type == "code"]
+    assert cells
+    assert not any(cell.outputs or cell.execution_count for cell in cells)

@@ -292,9 +292,12 @@ def as_batch(prompts) -> tuple[bool, list]:
 
     Raises ValueError for an empty prompt or an empty batch, TypeError for anything else.
     """
-    wrong = TypeError("a prompt is a string, a list of token ids or of chat messages; found " + repr(prompts)[:80])
+
+    def wrong(found):
+        return TypeError("a prompt is a string, a list of token ids or of chat messages; found " + repr(found)[:80])
+
     if not isinstance(prompts, Iterable):
-        raise wrong
+        raise wrong(prompts)
     if isinstance(prompts, np.ndarray | jax.Array):
         prompts = np.asarray(prompts).tolist()
     if isinstance(prompts, str):
@@ -307,7 +310,7 @@ def as_batch(prompts) -> tuple[bool, list]:
         batch = [prompts] if single else prompts
     batch = [np.asarray(p).tolist() if isinstance(p, np.ndarray | jax.Array) else p for p in batch]
     if any(not isinstance(p, str | list | tuple) for p in batch):
-        raise wrong
+        raise wrong(batch)
     empty = [i for i, p in enumerate(batch) if len(p) == 0]
     if empty:
         raise ValueError(f"prompts {empty} are empty: decoding needs at least one token to start from")

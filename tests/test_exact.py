@@ -16,6 +16,7 @@ from ready_jax.config import FULL, LINEAR
 from ready_jax.kernels import gated_delta, gated_delta_reference
 from ready_jax.kernels.dispatch import Implementation, always
 from ready_jax.programs import EXACT
+from ready_jax.serve.exact import every_pair
 from ready_jax.state import commit, init_state
 
 LENGTH, PREFIX = 64, 9
@@ -155,7 +156,7 @@ def test_speculation_equals_autoregressive_decoding_over_all_pairs_of_acceptance
     reads = tiny.reader_config(model.config, state_layers=(0, 2)) if reader else False
     changes = dict(markov_head_type=head, taps=(0, 1), num_target_layers=4)
     inner = tiny.drafter(dtype=dtype, reader=reads, config=model.config, **changes)
-    walk = tiny.every_pair()
+    walk = every_pair(7)
     assert len(set(pairwise(walk))) == 64
     prompts = [tiny.prompt(n, seed=1) for n in (11, 3, 30, 1, 17)[:batch]]
     budgets = [1 + sum(a + 1 for a in walk)] + [40, 7, 1, 100][: batch - 1]

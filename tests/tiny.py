@@ -218,19 +218,6 @@ def per_round(run, name: str, row: int = 0) -> list[int]:
     return np.asarray(getattr(run, f"{name}_BN"))[row, : int(run.num_rounds_B[row])].tolist()
 
 
-def every_pair(block: int = 7) -> list[int]:
-    """A closed walk over acceptance counts 0..block in which every (previous, next) pair occurs: de Bruijn, order 2."""
-    counts = range(block + 1)
-    left = {a: list(counts) for a in counts}
-    walk, path = [0], []
-    while walk:  # Hierholzer on the complete directed graph with loops
-        if left[walk[-1]]:
-            walk.append(left[walk[-1]].pop())
-        else:
-            path.append(walk.pop())
-    return path[::-1]
-
-
 @register
 @dataclass(frozen=True)
 class Forced:

@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft-model", required=True)
     parser.add_argument("--bigram", help="table of successors (.npy) that drafter_base writes")
-    parser.add_argument("--prompts", default=".carry/prompts.npz")
+    parser.add_argument("--prompts", default="out/data/prompts.npz")
     parser.add_argument("--heldout", help="corpus of held-out conversations, another set")
     parser.add_argument("--out", default="results/nano_acceptance.json")
     parser.add_argument("--dump", help="where to write the sequences for --compare")

@@ -1,6 +1,6 @@
 """Training data, from JSON lines to packed rows; and the corpus files that train nano.
 
-    python -m ready_jax.train.data --data-dir ../shared/data --out .carry
+    python -m ready_jax.train.data --data-dir DIR --out out/data
 
 9 CPU minutes (10 to 21 by the clock on two shared cores). Expected: 177,195 conversations in 37.0 M tokens (3.60
 bytes a token, 46.9 % supervised), 39.1 M tokens of plain text (3.55 bytes a token), 49 MB in four files.

@@ -141,6 +141,4 @@ def test_the_wheel_runs_the_doctor(installed: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_wheel_loads_nano(installed: Path, tmp_path: Path):
-    if not (ROOT / "ready_jax/assets/nano/target/config.json").exists():
-        pytest.skip("the shipped pair is not there yet")
     run(installed, "-c", LOAD_NANO, cwd=tmp_path, env=clean_environment())

@@ -195,8 +195,8 @@ def nano_unloop() -> UnloopRecipe:
     Cost: 199 s of one H200, both measurements included (107 s for the 24 rounds). `start` is the folder that
     `nano_target` wrote. Writes the same files.
     Expected: loops in 8 % of benchmark continuations (49 % before); held-out answers 2.024 nats/token. The shipped
-    target is the half-and-half blend with its start (`--export FOLDER --blend START 0.5`): the repaired text is
-    harder to draft, and between the two about a third of the continuations loop.
+    target is the half-and-half blend with its start (`--export FOLDER --blend START 0.5`);
+    docs/decisions.md says how that share was chosen.
     """
     return UnloopRecipe(
         model=NANO_TARGET,

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds and counts of one call (shared by the prompts of a batch); compile time is apart.
+    """Seconds and counts of one call (shared by the prompts of a batch); compile time, tracing included, is apart.
 
     ``decode_tokens_per_second`` = (emitted - 1 per prompt) / decode seconds: the first token belongs to the prefill.
     """

@@ -251,7 +251,7 @@ class Pair:
 
     def _cost(self) -> tuple[float, int]:
         programs = (self._begin, self._decode)
-        return sum(p.compile_seconds for p in programs), sum(p.num_compiles for p in programs)
+        return sum(p.trace_seconds + p.compile_seconds for p in programs), sum(p.num_compiles for p in programs)
 
     def _results(self, run: Decoding, timing: Timing, method: str, watch) -> list[Generation]:
         memory = ("state", "context")

@@ -108,7 +108,7 @@ class Loop:
 
     @property
     def compile_seconds(self) -> float:
-        return self._start.compile_seconds + self._continue.compile_seconds
+        return sum(p.trace_seconds + p.compile_seconds for p in (self._start, self._continue))
 
     def run(self, drafter, prompts: list[list[int]], budgets: list[int], capacity: int) -> Decoding:
         """Decode ``budgets[b]`` tokens after each prompt; ``drafter`` None is autoregressive."""

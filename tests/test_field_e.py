@@ -87,7 +87,8 @@ import ready_jax
 folder, cache = sys.argv[1:]
 pair = ready_jax.load(folder, dtype="float32", compile_cache=cache or None)
 result = pair.generate([1, 2, 3], max_new_tokens=8, stop_token_ids=())
-print(json.dumps([result.token_ids, result.timing.compile_seconds, result.timing.num_compiles]))
+seconds = sum(program.compile_seconds for program in (pair._begin, pair._decode))  # XLA's part: what a cache saves
+print(json.dumps([result.token_ids, seconds, result.timing.num_compiles]))
 """
 
 
@@ -114,8 +115,7 @@ def test_a_second_process_finds_the_compiled_programs_and_without_the_flag_nothi
     assert ours(cache) == written
     assert without[0] == first[0] == second[0]
     assert first[2] == second[2] == 2
-    # 0.2 was measured, nearly all of it tracing, which is not stored; the rest is room for a busy machine.
-    assert second[1] < 0.5 * first[1]
+    assert second[1] < 0.2 * first[1], (first, second)
 
 
 # E07

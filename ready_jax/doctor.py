@@ -5,7 +5,6 @@ The exit status is 1 where something is broken: no backend starts, or a kernel f
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import pkgutil
@@ -23,20 +22,13 @@ import jax
 import ready_jax.kernels
 from ready_jax import devices
 from ready_jax.kernels import dispatch
+from ready_jax.provenance import installed_version
 
 DISTRIBUTIONS = (
     *("ready-jax", "jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy", "ml-dtypes"),
     *("transformers", "tokenizers", "safetensors", "optax", "orbax-checkpoint", "datasets", "triton", "jax-triton"),
 )
 ENVIRONMENT_PREFIXES = ("JAX_", "XLA_", "CUDA_VISIBLE_DEVICES", "TF_GPU_ALLOCATOR")
-
-
-def installed_version(distribution: str) -> str | None:
-    """The version in this environment without importing it: a broken package must not break the doctor."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def nvidia_driver() -> str | None:

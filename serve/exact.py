@@ -9,8 +9,6 @@ anything differs. Stop tokens are switched off, so that every prompt runs to its
 import argparse
 import hashlib
 import json
-import platform
-import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import ready_jax
-from ready_jax import bench_data, devices
+from ready_jax import bench_data, devices, provenance
 from ready_jax.baselines import Scripted
 from ready_jax.decode import Decoding, Limits, begin, decode
-from ready_jax.doctor import installed_version
 from ready_jax.pair import NANO, Pair
 from ready_jax.programs import Program
 from ready_jax.state import init_state
@@ -200,29 +197,13 @@ def shipped_prompts(pair: Pair, count: int) -> list[list[int]]:
 
 def conditions(prompts: list[list[int]]) -> dict[str, Any]:
     """What the numbers were measured with."""
-    names = ("ready-jax", "jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy")
     weights = sorted([*NANO.glob("target/*.safetensors"), *NANO.glob("dspark/*.safetensors")])
     return dict(
         model="nano",
-        device=jax.default_backend(),
-        device_kind=jax.devices()[0].device_kind,
-        machine=platform.machine(),
-        versions={name: version for name in names if (version := installed_version(name))},
-        commit=_commit(),
+        **provenance.conditions(),
         data_sha256=hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
-        weights_sha256={
-            f"{file.parent.name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in weights
-        },
+        weights_sha256={f"{file.parent.name}/{file.name}": provenance.sha256(file) for file in weights},
     )
-
-
-def _commit() -> str | None:
-    """The checkout's commit, marked if tracked files differ from it; None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

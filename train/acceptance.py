@@ -12,7 +12,6 @@ own token included, pooled over the rounds of a set; intervals are bootstraps ov
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import time
 from dataclasses import dataclass
@@ -24,14 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ready_jax import checkpoint
+from ready_jax import checkpoint, provenance
 from ready_jax.baselines import Bigram, PromptLookup
 from ready_jax.decode import Limits, begin, decode
 from ready_jax.programs import EXACT
 from ready_jax.state import init_state
 from ready_jax.train import gates
 from ready_jax.train.corpus import read_corpus
-from ready_jax.train.drafter_base import conditions
 from ready_jax.train.repetition import LOOP_SHARE, repeated_share
 
 SEVEN = ("gsm8k", "math500", "mbpp", "humaneval", "livecodebench", "mt_bench", "alpaca")
@@ -210,10 +208,6 @@ def gate_report(target, drafter, run: dict, *, rows: int = 256) -> dict:
     }
 
 
-def _sha256(path: str | Path) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
@@ -234,7 +228,7 @@ def main() -> None:
         prompts = [row[:n] for row, n in zip(wanted["prompt_BT"], wanted["num_B"], strict=True)]
         shape = Shape(len(prompts), wanted["prompt_BT"].shape[1], wanted["token_BN"].shape[1])
         report = gates.compare(fp32_dump(args.target, args.draft_model, prompts, shape), wanted)
-        print(json.dumps(report | conditions(), indent=1))
+        print(json.dumps(report | provenance.conditions(), indent=1))
         raise SystemExit(not report["passed"])
 
     shape = Shape(args.batch, new_tokens=args.max_new_tokens)
@@ -245,10 +239,10 @@ def main() -> None:
         drafters["bigram"] = Bigram(jnp.asarray(np.load(args.bigram), jnp.int32))
     results, equal, runs = measure(target, drafters, sets, shape, log=lambda line: print(line, flush=True))
     report = {
-        "conditions": conditions() | {"arguments": vars(args), "shape": vars(shape), "dtype": "bfloat16"},
-        "data": {"prompts_sha256": _sha256(args.prompts), "sets": counts},
+        "conditions": provenance.conditions() | {"arguments": vars(args), "shape": vars(shape), "dtype": "bfloat16"},
+        "data": {"prompts_sha256": provenance.sha256(args.prompts), "sets": counts},
         "weights": {
-            name: {path.name: _sha256(path) for path in sorted(Path(folder).glob("*.safetensors"))}
+            name: {path.name: provenance.sha256(path) for path in sorted(Path(folder).glob("*.safetensors"))}
             for name, folder in (("target", args.target), ("drafter", args.draft_model))
         },
         "results": results,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import time
 from collections import deque
 from dataclasses import asdict
@@ -19,24 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ready_jax import checkpoint
+from ready_jax import checkpoint, provenance
 from ready_jax.baselines import Bigram
 from ready_jax.configs.named import recipe as named_recipe
 from ready_jax.drafter import Drafter
 from ready_jax.train import step as steps
 from ready_jax.train.corpus import Corpus, Packed, pack, read_corpus, write_corpus
 from ready_jax.train.regenerate import digest, regenerate
-
-
-def conditions(config=None) -> dict:
-    """What a number was measured with: versions, device, commit, configuration."""
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = None
-    device = jax.devices()[0]
-    found = {"jax": jax.__version__, "platform": device.platform, "device": device.device_kind, "commit": commit}
-    return found | ({} if config is None else {"config": asdict(config)})
 
 
 def check_pair(target, drafter_config) -> None:
@@ -132,7 +120,8 @@ def run(config, *, log=print) -> Drafter:
     drafter = Drafter(config.drafter, rngs=nnx.Rngs(config.rows.seed), dtype="float32")
     trained, history = fit(target, drafter, packed, config, log=log)
     checkpoint.save_pretrained(trained, out / "dspark")
-    record = conditions(config) | {"tokens_sha256": digest(answers), "answers": answers.info, "log": history}
+    record = provenance.conditions() | {"config": asdict(config), "tokens_sha256": digest(answers)}
+    record |= {"answers": answers.info, "log": history}
     (out / "log.json").write_text(json.dumps(record, indent=1) + "\n")
     log(f"saved {out / 'dspark'}")
     return trained

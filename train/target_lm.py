@@ -12,13 +12,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ready_jax import provenance
 from ready_jax.configs.named import recipe
 from ready_jax.configs.nano import Optimizer, Steps, TargetRecipe, UnloopRecipe
 from ready_jax.train import lm_step
@@ -75,15 +74,9 @@ def fitted(steps: Steps, step: int, elapsed: float, seconds_per_step: float) -> 
     return replace(steps, pretrain=max(int(steps.pretrain * share), 1), sft=max(int(steps.sft * share), 1))
 
 
-def versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "safetensors")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
-
-
 def begin(config: TargetRecipe | UnloopRecipe, name: str) -> Log:
     log = Log(config.output.folder)
-    devices = [str(device) for device in jax.devices()]
-    log(recipe=name, versions=versions(), devices=devices, kind=jax.devices()[0].device_kind)
+    log(recipe=name, **provenance.conditions())
     log(config=asdict(config))
     return log
 
@@ -204,7 +197,7 @@ def finish(config, log: Log, flat: Flat, heldout: HeldOut, losses, facts: dict[s
         result["loops"], samples = measure_loops(config, flat, heldout)
         np.savez_compressed(folder / "samples.npz", **samples)
         log(loops=result["loops"])
-    (folder / "result.json").write_text(json.dumps({"versions": versions(), **result}, indent=1) + "\n")
+    (folder / "result.json").write_text(json.dumps(provenance.conditions() | result, indent=1) + "\n")
     return result
 
 

@@ -1,0 +1,76 @@
+"""The one door to Pallas' Triton backend, so that a move to another kernel language changes one file.
+
+Bodies keep to what raw Triton can say too: loads, stores, ``dot``, reductions, counted loops. Every array a body
+makes has power-of-two sizes. With ``interpret`` a kernel runs anywhere, as plain XLA operations.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+# Deprecated since jax 0.11, and still the default GPU backend; docs/decisions.md has the plan.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+
+#: Where a whole operand stays in device memory and the body loads what it needs.
+WHOLE = pl.BlockSpec(memory_space=pl.ANY)
+
+
+def kernel_call(
+    body: Callable,
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    in_specs: Sequence[pl.BlockSpec],
+    out_specs: Sequence[pl.BlockSpec],
+    num_warps: int = 4,
+    num_stages: int = 1,
+    aliases: Mapping[int, int] | None = None,
+    interpret: bool = False,
+) -> Callable:
+    """A function from arrays to a tuple of arrays; ``aliases`` maps operands to the outputs that overwrite them."""
+    return pl.pallas_call(
+        body,
+        out_shape=tuple(out_shape),
+        grid=grid,
+        in_specs=list(in_specs),
+        out_specs=tuple(out_specs),
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        input_output_aliases=dict(aliases or {}),
+        interpret=interpret,
+        name=name,
+    )
+
+
+def fma(a, b, c, *, interpret: bool = False):
+    """``a * b + c`` with one rounding, whatever the compiler would contract elsewhere; fp32.
+
+    Interpreted kernels leave the rounding to XLA: bit-identity across programs is a property of the GPU kernel.
+    """
+    if interpret:
+        return a * b + c
+    a, b, c = jnp.broadcast_arrays(a, b, c)
+    shape = jax.ShapeDtypeStruct(c.shape, jnp.float32)
+    return plt.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;", args=[a, b, c], constraints="=f,f,f,f", pack=1, result_shape_dtypes=[shape]
+    )[0]
+
+
+def load(ref, *, mask=None, other=None, evict: str | None = None):
+    """A (masked) load; inside a counted loop it becomes part of the software pipeline."""
+    return plt.load(ref, mask=mask, other=other, eviction_policy=evict)
+
+
+def store(ref, value, *, mask=None) -> None:
+    plt.store(ref, value, mask=mask)
+
+
+def gpu_only(platform: str, **_: object) -> str | None:
+    """The ``why_not`` of a kernel that needs a GPU and nothing else."""
+    return None if platform == "gpu" else f"platform is {platform}; needs gpu (impl='interpret' runs it anywhere)"

@@ -11,6 +11,10 @@ from typing import Any
 
 import jax
 
+#: `with platform("gpu"):` traces as if JAX's default backend were that one: to compile for a device that is not here, or
+#: to time a reference ("cpu") on one that is. Part of JAX's tracing key, so no trace is shared with another platform.
+platform = jax.make_user_context(default_value=None)
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -34,10 +38,11 @@ def always(**_: object) -> None:
 def explain(candidates: Sequence[Implementation], **facts: Any) -> dict[str, str | None]:
     """Why each candidate would not run, in order of preference; None marks those that would.
 
-    `platform` is `jax.default_backend()` unless it is among the facts (which then starts no backend).
+    `platform` is `jax.default_backend()` unless it is among the facts, or set around the call by `platform` (either
+    of which starts no backend).
     """
     if "platform" not in facts:
-        facts["platform"] = jax.default_backend()
+        facts["platform"] = platform.value or jax.default_backend()
     return {candidate.name: candidate.why_not(**facts) for candidate in candidates}
 
 

@@ -73,9 +73,9 @@ class GatedAttention(nnx.Module):
         every_B = jnp.full_like(length_B, tokens)
         key_BSGH = write_rows(key_BSGH, key, length_B, every_B)
         value_BSGH = write_rows(value_BSGH, value, length_B, every_B)
-        position_BT = length_B[:, None] + jnp.arange(tokens)[None]
-        visible_BTS = jnp.arange(key_BSGH.shape[1])[None, None] <= position_BT[..., None]
-        return self.finish(kernel.attend_rows(query, key_BSGH, value_BSGH, visible_BTS), gate), key_BSGH, value_BSGH
+        end_BT = length_B[:, None] + 1 + jnp.arange(tokens)[None]
+        out = kernel.attend_rows(query, key_BSGH, value_BSGH, jnp.zeros_like(end_BT), end_BT)
+        return self.finish(out, gate), key_BSGH, value_BSGH
 
     def prefill(self, x_BTD, angles, key_BSGH, value_BSGH, length_B, num_B):
         """Any number of tokens after ``length_B`` committed ones; rows past ``num_B`` leave no trace."""
@@ -86,17 +86,19 @@ class GatedAttention(nnx.Module):
         live_BS = slot_BS < (length_B + num_B)[:, None]
         clean_BSGH = kernel.clean(value_BSGH, live_BS)
 
-        def attend(block):
-            query_BTQH, row_T = block
+        def attend(block, rows_BTQH):
+            start = block * QUERY_BLOCK
+            query_BTQH = jax.lax.dynamic_slice_in_dim(rows_BTQH, start, QUERY_BLOCK, axis=1)
+            row_T = start + jnp.arange(QUERY_BLOCK)
             seen_BTS = slot_BS[:, None] <= length_B[:, None, None] + row_T[None, :, None]
-            return kernel.attend(query_BTQH, key_BSGH, clean_BSGH, seen_BTS & live_BS[:, None])
+            out_BTQH = kernel.attend(query_BTQH, key_BSGH, clean_BSGH, seen_BTS & live_BS[:, None])
+            return jax.lax.dynamic_update_slice_in_dim(rows_BTQH, out_BTQH, start, axis=1)
 
-        # Blocks of queries, so that scores do not grow with the length of the pass.
+        # Blocks of queries, so that scores do not grow with the length of the pass. Outputs take the place of their
+        # queries: XLA makes a stacked result's buffer before the first layer and keeps those of all layers till used.
         tokens, blocks = query.shape[1], -(-query.shape[1] // QUERY_BLOCK)
         padded = jnp.pad(query, [(0, 0), (0, blocks * QUERY_BLOCK - tokens), (0, 0), (0, 0)])
-        query_blocks = jnp.moveaxis(padded.reshape((query.shape[0], blocks, QUERY_BLOCK) + query.shape[2:]), 1, 0)
-        out = jax.lax.map(attend, (query_blocks, jnp.arange(blocks * QUERY_BLOCK).reshape(blocks, QUERY_BLOCK)))
-        out_BTQH = jnp.moveaxis(out, 0, 1).reshape(padded.shape)[:, :tokens]
+        out_BTQH = jax.lax.fori_loop(0, blocks, attend, padded)[:, :tokens]
         return self.finish(out_BTQH, gate), key_BSGH, value_BSGH
 
     def sequence(self, x_BTD, angles, segment_BT):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from ready_jax.drafter import Draft
+from ready_jax.drafter import Draft, Drafter
 from ready_jax.pytree import register
 from ready_jax.state import SPARE_ROWS
 
@@ -157,3 +157,32 @@ class Scripted(_TokenDrafter):
         accept_B1 = jnp.take_along_axis(self.accept_BN, at_B1, axis=1)
         wrong_BP = (right_BP + 1) % self.vocab_size
         return Draft(jnp.where(slot_P < accept_B1, right_BP, wrong_BP).astype(jnp.int32), None, None)
+
+
+@register
+@dataclass(frozen=True)
+class Forced:
+    """A real drafter whose block is overruled to be right exactly as often as a script says.
+
+    The wrong proposals are its own, so that backbone, heads and reader stay in the program.
+    """
+
+    inner: Drafter
+    script: Scripted
+
+    @property
+    def config(self):
+        return self.inner.config
+
+    def init_context(self, batch: int, capacity: int):
+        return self.inner.init_context(batch, capacity)
+
+    def absorb(self, context, taps_BTED, num_B: Int[Array, "B"]):
+        return self.inner.absorb(context, taps_BTED, num_B)
+
+    def propose(self, context, anchor_B: Int[Array, "B"], states=None, embed=None, unembed=None) -> Draft:
+        own = self.inner.propose(context, anchor_B, states, embed, unembed)
+        forced = self.script.propose(context, anchor_B)
+        right_BP = self.script.right(context)
+        wrong_BP = jnp.where(own.token_BP == right_BP, (right_BP + 1) % self.script.vocab_size, own.token_BP)
+        return Draft(jnp.where(forced.token_BP == right_BP, right_BP, wrong_BP), own.confidence_BP, None)

@@ -60,8 +60,9 @@ class Comparison:
             lengths = (a.num_emitted_B[row], a.state.length_B[row]) != (count, b.state.length_B[row])
             self.mismatches["lengths"] += int(lengths)
             self.mismatches["tokens"] += _different(a.token_BN[row, :count], b.token_BN[row, :count])
-            self.logits += count * b.logits_BNV.shape[-1]
-            self.mismatches["logits"] += _different(a.logits_BNV[row, :count], b.logits_BNV[row, :count])
+            if a.logits_BNV is not None and b.logits_BNV is not None:
+                self.logits += count * b.logits_BNV.shape[-1]
+                self.mismatches["logits"] += _different(a.logits_BNV[row, :count], b.logits_BNV[row, :count])
             for name in MEMORY:
                 for x, y in zip(getattr(a.state, name), getattr(b.state, name), strict=True):
                     if y is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
+from ready_jax.baselines import Forced
 from ready_jax.config import FULL, LINEAR
 from ready_jax.kernels import gated_delta, gated_delta_reference
 from ready_jax.kernels.dispatch import Implementation, always
@@ -163,7 +164,7 @@ def test_speculation_equals_autoregressive_decoding_over_all_pairs_of_acceptance
     limit = tiny.limits(budgets)
     plain = tiny.generate(model, None, prompts, limit, capacity=512, keep_logits=True)
     texts = [tiny.tokens(plain, b) for b in range(batch)]
-    forced = tiny.Forced(inner, tiny.script(prompts, texts, [walk[b:] + walk[:b] for b in range(batch)]))
+    forced = Forced(inner, tiny.script(prompts, texts, [walk[b:] + walk[:b] for b in range(batch)]))
     run = tiny.generate(model, forced, prompts, limit, capacity=512, keep_logits=True)
 
     assert tiny.per_round(run, "accepted") == walk

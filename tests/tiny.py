@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,9 +14,8 @@ from flax import nnx
 from ready_jax.baselines import Scripted
 from ready_jax.config import FULL, LINEAR, DrafterConfig, ReaderConfig, RopeConfig, TargetConfig
 from ready_jax.decode import Limits
-from ready_jax.drafter import Draft, Drafter
+from ready_jax.drafter import Drafter
 from ready_jax.programs import EXACT, Program
-from ready_jax.pytree import register
 from ready_jax.state import commit, init_state
 from ready_jax.target import Target
 
@@ -216,35 +214,6 @@ def tokens(run, row: int = 0) -> list[int]:
 
 def per_round(run, name: str, row: int = 0) -> list[int]:
     return np.asarray(getattr(run, f"{name}_BN"))[row, : int(run.num_rounds_B[row])].tolist()
-
-
-@register
-@dataclass(frozen=True)
-class Forced:
-    """A real drafter whose block is overruled to be right exactly as often as a script says.
-
-    The wrong proposals are its own, so that backbone, heads and reader stay in the program.
-    """
-
-    inner: Drafter
-    script: Scripted
-
-    @property
-    def config(self):
-        return self.inner.config
-
-    def init_context(self, batch, capacity):
-        return self.inner.init_context(batch, capacity)
-
-    def absorb(self, context, taps_BTED, num_B):
-        return self.inner.absorb(context, taps_BTED, num_B)
-
-    def propose(self, context, anchor_B, states=None, embed=None, unembed=None) -> Draft:
-        own = self.inner.propose(context, anchor_B, states, embed, unembed)
-        forced = self.script.propose(context, anchor_B)
-        right_BP = self.script.right(context)
-        wrong_BP = jnp.where(own.token_BP == right_BP, (right_BP + 1) % self.script.vocab_size, own.token_BP)
-        return Draft(jnp.where(forced.token_BP == right_BP, right_BP, wrong_BP), None, None)
 
 
 def script(prompts: list[list[int]], texts: list[list[int]], accepts: list[list[int]], vocab: int = 97) -> Scripted:

@@ -22,6 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ready_jax.config import ReaderConfig
+from ready_jax.kernels import state_read
 from ready_jax.layers import linear, normal, rms_norm
 from ready_jax.pytree import register
 
@@ -73,68 +74,40 @@ class StateReader(nnx.Module):
         self.config = config
         self.sites = nnx.List([ReadSite(config, hidden, rngs=rngs, dtype=dtype) for _ in range(sites)])
 
-    def _per_pair(self, x, layers_axis_is: str):
-        """Repeat weights shared per layer or by all so that the first axis counts pairs."""
-        c = self.config
-        if layers_axis_is == "pair":
-            return x
-        return jnp.repeat(x, len(c.heads) if layers_axis_is == "layer" else c.num_pairs, axis=0)
+    def prepare(self, states, *, impl: str | None = None) -> Prepared:
+        """The scale features and the J x J maps of every pair, fp32; the only pass over the states.
 
-    def prepare(self, states) -> Prepared:
-        """rho and the J x J maps of every pair, fp32; the only pass over the states.
-
-        Raises ValueError if a selected layer has no recurrent state.
+        ``impl``: see ``kernels/state_read.py``. Raises ValueError if a selected layer has no recurrent state.
         """
         c = self.config
-        picked = [states[layer] for layer in c.state_layers]
+        picked = tuple(states[layer] for layer in c.state_layers)
         if any(s is None for s in picked):
             empty = [layer for layer, s in zip(c.state_layers, picked, strict=True) if s is None]
             raise ValueError(f"state_layers names {empty}: these layers of the target hold no recurrent state")
-        if c.state_heads is not None:
-            picked = [s[:, jnp.array(c.heads)] for s in picked]
-        s_BZXY = jnp.concatenate(picked, axis=1)
-        if s_BZXY.shape[2:] != (c.key_dim, c.value_dim):
+        key_dim, value_dim = picked[0].shape[2:]
+        if (key_dim, value_dim) != (c.key_dim, c.value_dim):
             raise ValueError(
-                f"states are {s_BZXY.shape[2]} x {s_BZXY.shape[3]} (key x value), the reader was made for "
-                f"{c.key_dim} x {c.value_dim}"
+                f"states are {key_dim} x {value_dim} (key x value), the reader was made for {c.key_dim} x {c.value_dim}"
             )
-        s_BZXY = s_BZXY.astype(jnp.float32)
-        power = jnp.mean(jnp.square(s_BZXY), axis=2 if c.state_rms_axes == "row" else (2, 3), keepdims=True)
-        by_layer = power.reshape((power.shape[0], len(c.state_layers), -1) + power.shape[2:])
-        layer_power = jnp.mean(by_layer, axis=2)
-        if c.state_rms_axes == "layer":
-            power = jnp.repeat(layer_power, len(c.heads), axis=1)
-        rho = jnp.sqrt(power + c.eps)
-        scaled_BZXY = s_BZXY / (rho * (c.key_dim if c.read_scale == "key_dim" else c.rank) ** 0.5)
-        a_BZJJ = []
+        width = c.key_dim if c.read_scale == "key_dim" else c.rank
+        maps = []
         for site in self.sites:
-            v = self._per_pair(site.v_ZYJ[...].astype(jnp.float32), c.projection_sharing)
-            u = self._per_pair(site.u_ZXJ[...].astype(jnp.float32), c.projection_sharing)
-            compressed = jnp.einsum("BZXY,ZYj->BZXj", scaled_BZXY, v, precision="highest")
-            a_BZJJ.append(jnp.einsum("BZXj,ZXi->BZji", compressed, u, precision="highest"))
-        if c.scale_feature == "none":
-            return Prepared(tuple(a_BZJJ), None)
-        if c.scale_feature == "layer":
-            return Prepared(tuple(a_BZJJ), 0.5 * jnp.log(layer_power + c.eps)[:, :, 0, 0])
-        rho_BZ = rho[:, :, 0, 0]
-        return Prepared(tuple(a_BZJJ), rho_BZ if c.scale_feature == "raw" else jnp.log(rho_BZ))
+            found = state_read.prepare(
+                picked, site.u_ZXJ[...], site.v_ZYJ[...], width=width, eps=c.eps, heads=c.state_heads,
+                rms_axes=c.state_rms_axes, feature=c.scale_feature, impl=impl,
+            )  # fmt: skip
+            maps.append(found)
+        return Prepared(tuple(a_BZJJ for a_BZJJ, _ in maps), maps[0][1])
 
-    def __call__(self, prep: Prepared, hidden_BPD: Float[Array, "B P D"], site: int = 0) -> Float[Array, "B P D"]:
+    def __call__(
+        self, prep: Prepared, hidden_BPD: Float[Array, "B P D"], site: int = 0, *, impl: str | None = None
+    ) -> Float[Array, "B P D"]:
         """The update of every draft position, in the positions' type."""
         c, w = self.config, self.sites[site]
-        lead = hidden_BPD.shape[:2]
-        latent = linear(hidden_BPD, w.w_q_DI[...]).astype(jnp.float32).reshape(lead + (-1, c.rank))
-        if c.query_norm_axes != "none":
-            axes = -1 if c.query_norm_axes == "rank" else (-2, -1)
-            latent = latent * jax.lax.rsqrt(jnp.mean(jnp.square(latent), axis=axes, keepdims=True) + c.eps)
-        repeats = {"pair": 1, "layer": len(c.heads), "shared": c.num_pairs}[c.query_latent]
-        z_BPZJ = jnp.repeat(latent, repeats, axis=2) * w.gain_ZJ[...].astype(jnp.float32)[None, None]
-        u_BPZJ = jnp.einsum("BZji,BPZi->BPZj", prep.a_BZJJ[site], z_BPZJ, precision="highest")
-        feature = u_BPZJ.reshape(lead + (-1,))
-        if prep.scale_BZ is not None:
-            scale = jnp.broadcast_to(prep.scale_BZ[:, None], lead + prep.scale_BZ.shape[1:])
-            feature = jnp.concatenate([feature, scale], axis=-1)
-        feature = feature.astype(hidden_BPD.dtype)
+        feature = state_read.read(
+            linear(hidden_BPD, w.w_q_DI[...]), w.gain_ZJ[...], prep.a_BZJJ[site], prep.scale_BZ,
+            eps=c.eps, norm_axes=c.query_norm_axes, impl=impl,
+        )  # fmt: skip
         if w.norm_I is not None:
             feature = rms_norm(feature, w.norm_I[...], c.eps)
         return linear(ACTIVATIONS[c.mlp_act](linear(feature, w.w_in_IU[...])), w.w_out_UD[...])

@@ -20,7 +20,7 @@ from ready_jax.attention import write_rows
 from ready_jax.config import DrafterConfig
 from ready_jax.heads import ConfidenceHead, MarkovHead
 from ready_jax.kernels import attention as kernel
-from ready_jax.layers import SwiGLU, linear, normal, precision_for, rms_norm, rope_angles, rotate
+from ready_jax.layers import Scaled, SwiGLU, linear, normal, product, rms_norm, rope_angles, rotate
 from ready_jax.pytree import register
 from ready_jax.reader import StateReader
 from ready_jax.state import SPARE_ROWS
@@ -105,7 +105,7 @@ class Drafter(nnx.Module):
 
     @property
     def dtype(self):
-        return self.w_fuse_ID[...].dtype
+        return self.norm_D[...].dtype
 
     def init_context(self, batch: int, capacity: int) -> DraftContext:
         """An empty context for ``batch`` sequences of at most ``capacity`` committed tokens."""
@@ -179,23 +179,16 @@ class Drafter(nnx.Module):
         return lambda token: table[...][token]
 
     def head(self, unembed: Callable | None) -> Callable:
-        """``unembed`` if given, else the drafter's own; ValueError if it borrows the target's."""
-        if unembed is not None:
-            return unembed
+        """``unembed`` if given, else the drafter's own; a stored head of its own is always preferred.
+
+        Raises ValueError if there is neither.
+        """
         weight = self.w_out_DV
+        if unembed is not None and not (weight is not None and isinstance(weight[...], Scaled)):
+            return unembed
         if weight is None:
             raise ValueError("this drafter has no unembed of its own: pass unembed=target.unembed")
-
-        def own(hidden_BTD):
-            return jnp.einsum(
-                "BTD,DV->BTV",
-                hidden_BTD,
-                weight[...].astype(hidden_BTD.dtype),
-                precision=precision_for(hidden_BTD.dtype),
-                preferred_element_type=jnp.float32,
-            )
-
-        return own
+        return lambda hidden_BTD: product(hidden_BTD, weight[...])
 
     def with_reader(self, reader) -> Drafter:
         """The same drafter with another state reader (None: none).
@@ -254,16 +247,19 @@ class Drafter(nnx.Module):
             confidence = None if self.confidence is None else jax.nn.sigmoid(self.confidence(hidden_BPD, None))
             token_BP = jnp.argmax(base_BPV, axis=-1).astype(jnp.int32)
             return Draft(token_BP, confidence, base_BPV if with_logits else None)
-        carry, prev_B = self.markov.start(anchor_B.shape[0]), anchor_B
-        tokens, embeds, logits = [], [], []
+        carry = self.markov.start(anchor_B.shape[0])
+        tokens, embeds, logits = [], [self.markov.embed(anchor_B, hidden_BPD.dtype)], []
         for slot in range(self.config.block_size):
-            carry, latent_BR, embed_BR = self.markov.step(carry, prev_B, hidden_BPD[:, slot])
-            logits_BV = base_BPV[:, slot] + self.markov.bias(latent_BR)
-            prev_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-            tokens.append(prev_B)
+            carry, latent_BR = self.markov.step(carry, embeds[-1], hidden_BPD[:, slot])
+            if with_logits:
+                logits.append(base_BPV[:, slot] + self.markov.bias(latent_BR))
+                token_B = jnp.argmax(logits[-1], axis=-1).astype(jnp.int32)
+                embed_BR = self.markov.embed(token_B, hidden_BPD.dtype)
+            else:
+                token_B, embed_BR = self.markov.greedy(base_BPV, slot, latent_BR)
+            tokens.append(token_B)
             embeds.append(embed_BR)
-            logits.append(logits_BV)
         confidence = None
         if self.confidence is not None:
-            confidence = jax.nn.sigmoid(self.confidence(hidden_BPD, jnp.stack(embeds, axis=1)))
+            confidence = jax.nn.sigmoid(self.confidence(hidden_BPD, jnp.stack(embeds[:-1], axis=1)))
         return Draft(jnp.stack(tokens, axis=1), confidence, jnp.stack(logits, axis=1) if with_logits else None)

@@ -13,7 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ready_jax.config import DrafterConfig
-from ready_jax.layers import linear, normal, precision_for
+from ready_jax.kernels import markov_step
+from ready_jax.layers import Scaled, linear, normal, product
 
 
 class MarkovHead(nnx.Module):
@@ -36,37 +37,41 @@ class MarkovHead(nnx.Module):
             return None
         return jnp.zeros((batch, self.w1_VR.shape[1]), self.w1_VR[...].dtype)
 
-    def step(self, carry, prev_B: Int[Array, "B"], hidden_BD: Float[Array, "B D"]):
-        """(carry, latent [B, R], Markov embedding [B, R]) of one slot, given the token just before it."""
-        embed_BR = self.w1_VR[...].astype(hidden_BD.dtype)[prev_B]
+    def embed(self, prev_B: Int[Array, "B"], dtype) -> Float[Array, "B R"]:
+        """Markov embeddings of tokens."""
+        return self.w1_VR[...][prev_B].astype(dtype)
+
+    def step(self, carry, embed_BR: Float[Array, "B R"], hidden_BD: Float[Array, "B D"]):
+        """(carry, latent [B, R]) of one slot, given the Markov embedding of the token just before it."""
         if self.w_mix is None or self.b_mix is None:  # vanilla
-            return carry, embed_BR, embed_BR
+            return carry, embed_BR
         if self.kind == "gated":
             mixed = linear(jnp.concatenate([hidden_BD, embed_BR], axis=-1), self.w_mix[...], self.b_mix[...])
-            return carry, jax.nn.sigmoid(mixed) * embed_BR, embed_BR
+            return carry, jax.nn.sigmoid(mixed) * embed_BR
         joined = jnp.concatenate([carry.astype(hidden_BD.dtype), embed_BR, hidden_BD], axis=-1)
         gate, candidate, output = jnp.split(linear(joined, self.w_mix[...], self.b_mix[...]), 3, axis=-1)
         gate = jax.nn.sigmoid(gate)
         carry = gate * carry.astype(gate.dtype) + (1 - gate) * jnp.tanh(candidate)
-        return carry, jnp.tanh(output), embed_BR
+        return carry, jnp.tanh(output)
 
     def latents(self, prev_BP: Int[Array, "B P"], hidden_BPD: Float[Array, "B P D"]):
         """Teacher-forced latents and Markov embeddings [B, P, R] of whole blocks."""
         carry, latents, embeds = self.start(prev_BP.shape[0]), [], []
         for slot in range(prev_BP.shape[1]):
-            carry, latent, embed = self.step(carry, prev_BP[:, slot], hidden_BPD[:, slot])
+            embeds.append(self.embed(prev_BP[:, slot], hidden_BPD.dtype))
+            carry, latent = self.step(carry, embeds[-1], hidden_BPD[:, slot])
             latents.append(latent)
-            embeds.append(embed)
         return jnp.stack(latents, axis=1), jnp.stack(embeds, axis=1)
+
+    def greedy(self, base_BPV: Float[Array, "B P V"], slot: int, latent_BR: Float[Array, "B R"], impl=None):
+        """The best token of a slot and its Markov embedding, without logits: see ``kernels/markov_step.py``."""
+        w2 = self.w2_RV[...]
+        w2_RV, scale_V = (w2.weight, w2.scale) if isinstance(w2, Scaled) else (w2, None)
+        return markov_step.step(base_BPV, slot, latent_BR, w2_RV, self.w1_VR[...], scale_V=scale_V, impl=impl)
 
     def bias(self, latent):
         """fp32 addition to the base logits, over the last axis."""
-        return jnp.matmul(
-            latent,
-            self.w2_RV[...].astype(latent.dtype),
-            precision=precision_for(latent.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        return product(latent, self.w2_RV[...])
 
 
 class ConfidenceHead(nnx.Module):

@@ -5,6 +5,8 @@ Statistics are fp32, one cast at a block's edge (Qwen3.5 reference, ``modeling_q
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ready_jax.config import RopeConfig
+from ready_jax.pytree import register
 
 
 def precision_for(dtype):
@@ -19,9 +22,32 @@ def precision_for(dtype):
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
+@register
+@dataclass(frozen=True)
+class Scaled:
+    """A matrix stored in fewer bits (see ``quantize.py``): ``weight * scale``, one fp32 scale per output column."""
+
+    weight: jax.Array
+    scale: jax.Array
+
+    def __getitem__(self, index):
+        """Itself: ``parameter[...]`` reads a stored matrix as it reads an array."""
+        return self
+
+
+def product(x, w):
+    """``x @ w`` in fp32; ``w`` is cast to the activation type on the way, so that only what is stored is read."""
+    weight = w.weight if isinstance(w, Scaled) else w
+    y = jnp.matmul(x, weight.astype(x.dtype), precision=precision_for(x.dtype), preferred_element_type=jnp.float32)
+    return y * _last_axis(w.scale, y.ndim) if isinstance(w, Scaled) else y
+
+
 def linear(x, w, bias=None):
     """``x @ w`` with fp32 accumulation, returned in the activation type; masters are cast before the product."""
-    y = jnp.matmul(x, w.astype(x.dtype), precision=precision_for(x.dtype))
+    if isinstance(w, Scaled):
+        y = product(x, w).astype(x.dtype)
+    else:
+        y = jnp.matmul(x, w.astype(x.dtype), precision=precision_for(x.dtype))
     return y if bias is None else y + bias.astype(x.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 

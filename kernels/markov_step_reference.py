@@ -1,0 +1,16 @@
+"""``markov_step`` in plain jax.numpy: the specification."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def step(base_BPV, slot, latent_BR, w2_RV, w1_VR, scale_V):
+    precision = jax.lax.Precision.HIGHEST if latent_BR.dtype == jnp.float32 else None
+    bias_BV = jnp.matmul(
+        latent_BR, w2_RV.astype(latent_BR.dtype), precision=precision, preferred_element_type=jnp.float32
+    )
+    logits_BV = base_BPV[:, slot] + (bias_BV if scale_V is None else bias_BV * scale_V[None])
+    token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    return token_B, w1_VR[token_B].astype(latent_BR.dtype)

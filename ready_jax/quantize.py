@@ -1,0 +1,49 @@
+"""Draft-only weights in fp8: half the bytes of a draft pass, and the text stays the target's own.
+
+A matrix is stored as e4m3 (largest value 448) with one fp32 scale per output column, ``w = weight * scale``;
+activations stay as they are, products accumulate in fp32. Only acceptance can move: verification is never quantised.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ready_jax.drafter import Drafter
+from ready_jax.layers import Scaled
+
+FP8 = jnp.float8_e4m3fn
+LARGEST = float(jnp.finfo(FP8).max)
+
+
+@jax.jit
+def fp8(w_IO: jax.Array) -> Scaled:
+    """Each column scaled so that its largest entry becomes 448; a column of zeros stays one."""
+    w_IO = w_IO.astype(jnp.float32)
+    top = jnp.max(jnp.abs(w_IO), axis=0)
+    scale = jnp.where(top > 0, top / LARGEST, 1.0)
+    return Scaled((w_IO / scale[None]).astype(FP8), scale)
+
+
+def draft_fp8(drafter: Drafter, head: jax.Array | None = None) -> Drafter:
+    """The same drafter with its large matrices in fp8; norms, embeddings, reader and confidence head stay.
+
+    ``head`` [D, V], or else a head of the drafter's own, becomes an fp8 head that ``propose`` prefers to the target's
+    (``target.w_out_DV[...]``, or ``target.embed_VD[...].T`` where the two are tied). For decoding: a quantised drafter
+    is neither trained nor saved.
+    """
+    other = jax.tree.map(lambda leaf: leaf, drafter)
+    large = [(other, "w_fuse_ID")]
+    for layer in other.layers:
+        large += [(layer, name) for name in ("w_q_DO", "w_kv_DI", "w_out_OD")]
+        large += [(layer.mlp, name) for name in ("w_in_DI", "w_out_FD")]
+    if other.markov is not None:
+        large.append((other.markov, "w2_RV"))
+    for module, name in large:
+        setattr(module, name, nnx.Param(fp8(getattr(module, name)[...])))
+    if head is None and other.w_out_DV is not None:
+        head = other.w_out_DV[...]
+    if head is not None:
+        other.w_out_DV = nnx.data(nnx.Param(fp8(head)))
+    return other

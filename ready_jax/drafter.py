@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ready_jax.attention import write_rows
 from ready_jax.config import DrafterConfig
@@ -69,15 +69,34 @@ class DraftLayer(nnx.Module):
         key, value = (x.reshape(shape) for x in jnp.split(linear(x_BTD, self.w_kv_DI[...]), 2, axis=-1))
         return rotate(rms_norm(key, self.k_norm_H[...], c.rms_norm_eps), angles), value
 
-    def attend(self, x_BPD, angles, context, visible_BPS):
-        """Attention of block rows over [context ; block rows]; ``x`` is already normed."""
+    def attend(self, x_BPD, angles, context, attend: Callable):
+        """Attention of block rows over [context ; block rows] (``masked`` or ``between``); ``x`` is already normed."""
         c = self.config
         query = linear(x_BPD, self.w_q_DO[...]).reshape(x_BPD.shape[:2] + (c.num_attention_heads, c.head_dim))
         query = rotate(rms_norm(query, self.q_norm_H[...], c.rms_norm_eps), angles)
-        both = zip(context, self.key_value(x_BPD, angles), strict=True)
-        key, value = (jnp.concatenate([old.astype(new.dtype), new], axis=1) for old, new in both)
-        out = kernel.attend(query, key, value, visible_BPS)
+        out = attend(query, context, self.key_value(x_BPD, angles))
         return linear(out.reshape(x_BPD.shape[:2] + (-1,)), self.w_out_OD[...])
+
+
+def _masked(visible_BPS, query_BPQH, context, block):
+    both = zip(context, block, strict=True)
+    key, value = (jnp.concatenate([old.astype(new.dtype), new], axis=1) for old, new in both)
+    return kernel.attend(query_BPQH, key, value, visible_BPS)
+
+
+def _between(begin_BP, end_BP, query_BPQH, context, block):
+    key_BSGH, value_BSGH = context
+    return kernel.attend_rows(query_BPQH, key_BSGH, value_BSGH, begin_BP, end_BP, block=block)
+
+
+def masked(visible_BPS: Bool[Array, "B P S"]) -> Callable:
+    """Attention under a mask over context slots, then block rows: many blocks at once, as in training."""
+    return jax.tree_util.Partial(_masked, visible_BPS)
+
+
+def between(begin_BP: Int[Array, "B P"], end_BP: Int[Array, "B P"]) -> Callable:
+    """Attention of one block's rows over the context slots [begin, end) and all of the block: decoding."""
+    return jax.tree_util.Partial(_between, begin_BP, end_BP)
 
 
 class Drafter(nnx.Module):
@@ -135,10 +154,10 @@ class Drafter(nnx.Module):
             values.append(write_rows(value, new_value, context.length_B, num_B))
         return DraftContext(context.length_B + num_B, tuple(keys), tuple(values), context.capacity)
 
-    def hidden(self, x_BPD, position_BP, context, visible_BPS, prep=None) -> Float[Array, "B P D"]:
+    def hidden(self, x_BPD, position_BP, context, attend: Callable, prep=None) -> Float[Array, "B P D"]:
         """Final-normed hidden states of block rows; the same function serves decoding and training.
 
-        ``context``: per layer (key, value) [B, S, G, H]; ``visible_BPS`` covers context slots, then block rows.
+        ``context``: per layer (key, value) [B, S, G, H]; ``attend``: ``masked`` or ``between``.
         """
         c = self.config
         angles = rope_angles(position_BP, c.rope)
@@ -163,7 +182,7 @@ class Drafter(nnx.Module):
 
             h_BPD = rms_norm(x_BPD, layer.norm_in_D[...], c.rms_norm_eps)
             x_BPD, h_BPD = injected(x_BPD, h_BPD, read(h_BPD, "before_attention"))
-            x_BPD = x_BPD + layer.attend(h_BPD, angles, context[i], visible_BPS)
+            x_BPD = x_BPD + layer.attend(h_BPD, angles, context[i], attend)
             h_BPD = rms_norm(x_BPD, layer.norm_post_D[...], c.rms_norm_eps)
             x_BPD, h_BPD = injected(x_BPD, h_BPD, read(h_BPD, "after_attention"))
             x_BPD = x_BPD + layer.mlp(h_BPD)
@@ -226,18 +245,13 @@ class Drafter(nnx.Module):
             raise ValueError("this drafter has a state reader: propose needs the committed recurrent states")
         prep = None if self.reader is None else self.reader.prepare(states)
         embed, unembed = self.embedding(embed), self.head(unembed)
-        slot_S, row_P = jnp.arange(context.key[0].shape[1]), jnp.arange(c.block_size)
-        seen_BS = slot_S[None] < context.length_B[:, None]
-        if c.sliding_window is not None:
-            seen_BS &= slot_S[None] >= context.length_B[:, None] - c.sliding_window
-        rows = (anchor_B.shape[0], c.block_size)
-        visible_BPS = jnp.concatenate(
-            [jnp.broadcast_to(seen_BS[:, None], rows + seen_BS.shape[1:]), jnp.ones(rows + (c.block_size,), bool)],
-            axis=-1,
-        )
-        cached = [(key, kernel.clean(value, seen_BS)) for key, value in zip(context.key, context.value, strict=True)]
+        row_P = jnp.arange(c.block_size)
         position_BP = context.length_B[:, None] + row_P[None]
-        hidden_BPD = self.hidden(self.block_inputs(anchor_B, embed), position_BP, cached, visible_BPS, prep)
+        end_BP = jnp.broadcast_to(context.length_B[:, None], position_BP.shape)
+        begin_BP = jnp.zeros_like(end_BP) if c.sliding_window is None else jnp.maximum(end_BP - c.sliding_window, 0)
+        cached = list(zip(context.key, context.value, strict=True))
+        x_BPD = self.block_inputs(anchor_B, embed)
+        hidden_BPD = self.hidden(x_BPD, position_BP, cached, between(begin_BP, end_BP), prep)
         return self.speak(hidden_BPD, anchor_B, unembed, with_logits=with_logits)
 
     def speak(self, hidden_BPD, anchor_B, unembed: Callable, *, with_logits: bool = False) -> Draft:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ready_jax.checkpoint import load_drafter
+from ready_jax.drafter import masked
 
 BOUND = 5e-5
 KINDS = ["D1_vanilla", "D2_gated", "D3_rnn", "D4_vanilla_yarn"]
@@ -67,7 +68,7 @@ def test_hidden_states_and_fused_features_equal_the_reference(case):
         inputs,
         start + jnp.arange(block)[None],
         list(zip(context.key, context.value, strict=True)),
-        jnp.broadcast_to(jnp.asarray(visible)[None, None], (1, block, slots + block)),
+        masked(jnp.broadcast_to(jnp.asarray(visible)[None, None], (1, block, slots + block))),
     )
     close(hidden[0], rounds["r0.block_hidden"])
     close(drafter.head(None)(hidden)[0], rounds["r0.base_logits"])

@@ -12,7 +12,7 @@ import tiny
 from flax import nnx
 
 from ready_jax.config import ReaderConfig
-from ready_jax.drafter import Drafter
+from ready_jax.drafter import Drafter, masked
 from ready_jax.layers import rms_norm, rope_angles
 from ready_jax.reader import StateReader
 from ready_jax.state import init_state
@@ -284,12 +284,12 @@ def block_of(drafter: Drafter, seed=1):
 
     context = [tuple(normal(BATCH, 5, c.num_key_value_heads, c.head_dim) for _ in "kv") for _ in drafter.layers]
     position = jnp.broadcast_to(5 + jnp.arange(BLOCK)[None], (BATCH, BLOCK))
-    return normal(BATCH, BLOCK, c.hidden_size), position, context, jnp.ones((BATCH, BLOCK, 5 + BLOCK), bool)
+    return normal(BATCH, BLOCK, c.hidden_size), position, context, masked(jnp.ones((BATCH, BLOCK, 5 + BLOCK), bool))
 
 
 def by_hand(drafter: Drafter, block, updates, side, into):
     """The drafter's layers written out; ``updates[i](h)`` is what joins layer i."""
-    x, position, context, visible = block
+    x, position, context, attend = block
     eps, angles = drafter.config.rms_norm_eps, rope_angles(position, drafter.config.rope)
     for i, layer in enumerate(drafter.layers):
         h = rms_norm(x, layer.norm_in_D[...], eps)
@@ -297,7 +297,7 @@ def by_hand(drafter: Drafter, block, updates, side, into):
             delta = updates[i](h)
             x = x + delta if into in ("residual", "both") else x
             h = h + delta if into in ("mlp_input", "both") else h
-        x = x + layer.attend(h, angles, context[i], visible)
+        x = x + layer.attend(h, angles, context[i], attend)
         h = rms_norm(x, layer.norm_post_D[...], eps)
         if side == "after_attention" and i in updates:
             delta = updates[i](h)

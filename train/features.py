@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from ready_jax.drafter import Drafter
+from ready_jax.drafter import Drafter, masked
 from ready_jax.layers import rope_angles
 from ready_jax.train.anchors import Anchors
 
@@ -120,5 +120,5 @@ def block_hidden(
         prep = drafter.reader.prepare(per_anchor)
         drafter = nnx.merge(*nnx.split(drafter))  # a view of the same arrays, so that the caller's stays untouched
         setattr(drafter, "reader", PerAnchorReader(drafter.reader, count))  # noqa: B010  another type, the same call
-    hidden_BPD = drafter.hidden(x_BPD, position_BAP.reshape(batch, -1), contexts, visible, prep)
+    hidden_BPD = drafter.hidden(x_BPD, position_BAP.reshape(batch, -1), contexts, masked(visible), prep)
     return hidden_BPD.reshape(batch, count, c.block_size, -1)

@@ -7,8 +7,8 @@ from collections import Counter
 
 #: Instructions that start nothing on a device: bookkeeping, and the ends of what another instruction started.
 FREE = {
-    "after-all", "async-done", "async-update", "bitcast", "constant", "copy-done", "domain", "get-tuple-element",
-    "opt-barrier", "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple",
+    "after-all", "async-update", "bitcast", "constant", "domain", "get-tuple-element", "opt-barrier",
+    "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple",
 }  # fmt: skip
 FREE_TARGETS = {"AllocateBuffer", "AssumeGatherIndicesInBound"}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -78,8 +78,8 @@ def _launches(parts, name: str) -> Counter[str]:
             target = re.search(r'custom_call_target="([^"]*)"', rest)
             if target and target[1] not in FREE_TARGETS:
                 total[f"custom-call {target[1]}"] += 1
-        elif opcode not in FREE:
-            total[opcode] += 1
+        elif opcode not in FREE and not opcode.endswith("-done"):
+            total[opcode.removesuffix("-start")] += 1
     return total
 
 

@@ -30,6 +30,7 @@ from ready_jax.decode import Autoregressive, Decoding, DrafterShape, Limits, dec
 from ready_jax.drafter import Drafter
 from ready_jax.programs import OPTIONS, Program
 from ready_jax.pytree import register
+from ready_jax.quantize import draft_fp8
 from ready_jax.random_weights import random_drafter, random_memory, random_reader, random_target
 from ready_jax.serve.bench_kernels import Kernels, slope
 from ready_jax.serve.exact import Comparison, every_pair
@@ -71,21 +72,6 @@ class Readers:
         return update
 
 
-def fp8_draft(target: Target, drafter: Drafter) -> Drafter:
-    """The drafter with layer weights, Markov output and a head of its own in fp8, unscaled; the target stays."""
-    head = target.w_out_DV
-    if head is None:
-        raise NotImplementedError("an fp8 copy of a tied head")
-    other = jax.tree.map(lambda leaf: leaf, drafter)
-    other.config = replace(drafter.config, own_embeddings=True)
-    other.embed_VD = nnx.data(nnx.Param(target.embed_VD[...]))
-    other.w_out_DV = nnx.data(nnx.Param(head[...].astype(jnp.float8_e4m3fn)))
-    other.layers = jax.tree.map(lambda x: x.astype(jnp.float8_e4m3fn) if x.ndim == 2 else x, drafter.layers)
-    if other.markov is not None:
-        other.markov.w2_RV = nnx.Param(other.markov.w2_RV[...].astype(jnp.float8_e4m3fn))
-    return other
-
-
 def size(tree) -> int:
     """Bytes of the arrays, or of their descriptions."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
@@ -95,14 +81,14 @@ def traffic(target: Target, drafter: Drafter | None, tokens: int, batch: int = 1
     """Bytes that one round must move (None: an autoregressive token): weights read once, states read and written."""
     c = target.config
     head = target.embed_VD if target.w_out_DV is None else target.w_out_DV
-    memory = jax.eval_shape(lambda: init_state(c, batch, tokens, dtype=target.dtype))
+    memory = jax.eval_shape(lambda t: init_state(c, batch, tokens, dtype=t.dtype), target)
     found = dict(
         target_weights=size(target) - (size(target.embed_VD) if target.w_out_DV is not None else 0),
         states=2 * size((memory.recurrent, memory.conv)),
         keys_values=size((memory.key, memory.value)),
     )
     if drafter is not None:
-        context = jax.eval_shape(lambda: drafter.init_context(batch, tokens))
+        context = jax.eval_shape(lambda d: d.init_context(batch, tokens), drafter)
         found |= dict(
             draft_weights=size((drafter.w_fuse_ID, drafter.layers)),
             draft_head=size(head if drafter.w_out_DV is None else drafter.w_out_DV),
@@ -124,10 +110,7 @@ class Bench:
         reader = reader_config(preset, options.drafter, options.reader)
         self.config = preset.drafter(options.drafter, reader)
         self.block = self.config.block_size
-        cycle = every_pair(self.block)[:-1]
-        longest = max(options.rounds, options.turns[1])
-        repeated = cycle * (2 + longest // len(cycle))
-        self.walks = [repeated[b : b + longest] for b in range(options.batch)]
+        self.walks = walks(self.block, max(options.rounds, options.turns[1]), options.batch)
         self.slots = 8 + max(sum(a + 1 for a in walk) for walk in self.walks)
         self.capacity = -(-(options.context + self.slots) // 256) * 256
         self.record: dict[str, Any] = dict.fromkeys(KEYS) | dict(
@@ -298,7 +281,9 @@ class Bench:
         )
 
     def fp8(self) -> None:
-        self.record["ready_round_fp8_draft_ms"] = self.timed("ready fp8 draft", fp8_draft(self.target, self.drafter))
+        """The drafter and a copy of the head for it in fp8; the target stays as it is."""
+        head = self.target.embed_VD[...].T if self.target.w_out_DV is None else self.target.w_out_DV[...]
+        self.record["ready_round_fp8_draft_ms"] = self.timed("ready fp8 draft", draft_fp8(self.drafter, head))
 
     def readers(self) -> None:
         """What one more reader costs inside a round: rounds with 1, 5 and 9 of them."""
@@ -318,8 +303,7 @@ class Bench:
 
     def exact(self) -> None:
         """Every pair of acceptance counts against the same executable proposing nothing, and against the plain one."""
-        walks = [walk[: self.options.rounds] for walk in self.walks]
-        budget = [1 + sum(a + 1 for a in walk) for walk in walks]
+        budget = [1 + sum(a + 1 for a in walk[: self.options.rounds]) for walk in self.walks]
         arguments = self.arguments(self.drafter, run=self.run(self.drafter, logits=True))
         most = jnp.int32(self.slots)
         found, wanted = (
@@ -389,6 +373,13 @@ class Bench:
         return self.record
 
 
+def walks(block: int, rounds: int, batch: int) -> list[list[int]]:
+    """Acceptance counts per row and round: every (previous, next) pair in ``(block + 1)**2 + 1`` rounds."""
+    cycle = every_pair(block)[:-1]
+    repeated = cycle * (2 + (rounds + batch) // len(cycle))
+    return [repeated[b : b + rounds] for b in range(batch)]
+
+
 def consume(target, drafter, state, context, token_BT, num_B):
     """One chunk of a prefill: state and context after it, and the logits behind its last token."""
     out, state = target.prefill(token_BT, state, num_B, taps=drafter.config.taps)
@@ -439,11 +430,11 @@ def reader_config(preset: Preset, revision: str, words: Sequence[str]):
     layers = preset.drafter(revision).num_layers
     for word in words:
         name, _, value = word.partition("=")
-        if name == "rank":
+        if name == "rank" and value:
             changes["rank"] = int(value)
-        elif name == "layers":
+        elif name == "layers" and value:
             changes["state_layers"] = tuple(int(x) for x in value.split(","))
-        elif name == "inject":
+        elif name == "inject" and value:
             named = dict(last=(layers - 1,), all=tuple(range(layers)))
             changes["inject_layers"] = named.get(value) or tuple(int(x) for x in value.split(","))
         elif name == "side" and value in ("after", "before"):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ready_jax.config import DrafterConfig
 from ready_jax.configs.qwen3_8_27b import Preset
+from ready_jax.deltanet import fused_columns
 from ready_jax.kernels import attention, dispatch, gated_delta
 from ready_jax.programs import Program
 from ready_jax.random_weights import random_reader
@@ -80,33 +81,35 @@ class Kernels:
         run = lambda turns: program(carry=carry, constants=constants, turns=jnp.int32(turns))  # noqa: E731
         return slope(run, self.turns, self.windows)[0] / (operations * repeats)
 
-    def _delta_inputs(self, seed: int, tokens: int):
-        c, lead = self.config, (self.batch, tokens)
-        key = (*lead, c.linear_num_key_heads, c.linear_key_head_dim)
-        q, k, v = normals(seed, key, key, (*lead, c.linear_num_value_heads, c.linear_value_head_dim))
-        g, beta = normals(seed + 1, *[(*lead, c.linear_num_value_heads)] * 2, dtype=jnp.float32)
-        return q, k, v, -jnp.exp(g), jax.nn.sigmoid(beta)
-
     def states(self, count: int) -> list[jax.Array]:
         c = self.config
         shape = (self.batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
         return normals(5, *[shape] * count, dtype=jnp.float32)
 
     def gated_delta_verify(self) -> float:
-        """Scoring a block and committing half of it, per layer: one read and one write of the state."""
-        inputs = [self._delta_inputs(seed, self.rows) for seed in range(SETS)]
-        outs = [jnp.zeros(v.shape, jnp.float32) for _, _, v, _, _ in inputs]
-        num_B = jnp.full((self.batch,), self.rows // 2, jnp.int32)
+        """A layer's rows of a block from projection to gated norm, and the commit of half of them, per layer."""
+        c, batch = self.config, self.batch
+        memories, keys = c.linear_num_value_heads, c.linear_num_key_heads
+        columns, window = fused_columns(c), c.linear_conv_kernel_dim
+        projected = normals(1, *[(batch, self.rows, columns)] * SETS)
+        tails = normals(2, *[(batch, window - 1, c.conv_channels)] * SETS)
+        conv = normals(3, *[(window, c.conv_channels)] * SETS)
+        gates = normals(4, (memories,), (memories,), dtype=jnp.float32)
+        norm_Y = jnp.ones((c.linear_value_head_dim,), jnp.bfloat16)
+        outs = [jnp.zeros((batch, self.rows, c.value_width), jnp.bfloat16)] * SETS
+        num_B = jnp.full((batch,), self.rows // 2, jnp.int32)
 
         def step(carry, constants):
-            inputs, num_B = constants
-            pairs = []
-            for (s, _), operands in zip(carry, inputs, strict=True):
-                out, pending = gated_delta.verify(s, *operands)
-                pairs.append((gated_delta.commit(s, pending, num_B), out.astype(jnp.float32)))
-            return pairs
+            (states, tails, _), (projected, conv, (a_log_M, dt_bias_M), norm_Y, num_B) = carry, constants
+            found = [
+                gated_delta.rows(s, p, tail, w, a_log_M, dt_bias_M, norm_Y, c.rms_norm_eps, keys=keys)
+                for s, p, tail, w in zip(states, projected, tails, conv, strict=True)
+            ]
+            states, tails = gated_delta.commit_rows(states, tails, [log for _, log in found], num_B)
+            return list(states), list(tails), [out for out, _ in found]
 
-        return self.per_operation(step, list(zip(self.states(SETS), outs, strict=True)), (inputs, num_B), SETS)
+        constants = projected, conv, gates, norm_Y, num_B
+        return self.per_operation(step, (self.states(SETS), tails, outs), constants, SETS)
 
     def decode_attention(self) -> float:
         """One layer's attention of a block over `slots` committed tokens."""
@@ -131,7 +134,11 @@ class Kernels:
             out, s, _ = gated_delta.prefill(carry[0], *operands)
             return s, out
 
-        operands = self._delta_inputs(7, self.slots)
+        c, lead = self.config, (self.batch, self.slots)
+        key, gate = (*lead, c.linear_num_key_heads, c.linear_key_head_dim), (*lead, c.linear_num_value_heads)
+        q, k, v = normals(7, key, key, (*gate, c.linear_value_head_dim))
+        g, beta = normals(8, gate, gate, dtype=jnp.float32)
+        operands = q, k, v, -jnp.exp(g), jax.nn.sigmoid(beta)
         out = jax.eval_shape(step, (self.states(1)[0], None), operands)[1]
         carry = (self.states(1)[0], jnp.zeros(out.shape, out.dtype))
         return self.per_operation(step, carry, operands, 1, repeats=1)

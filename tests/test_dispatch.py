@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import ready_jax.kernels
+from ready_jax.kernels import dispatch
 from ready_jax.kernels.dispatch import Implementation, always, choose, explain
 
 
@@ -104,3 +105,14 @@ def test_every_door_answers_for_every_platform_from_the_platform_alone():
             for platform in ("cpu", "gpu", "tpu"):
                 for name, reason in explain(candidates, platform=platform).items():
                     assert reason is None or (isinstance(reason, str) and reason), (found.name, name, platform)
+
+
+def test_a_platform_can_be_set_around_a_trace():
+    """And belongs to the trace: a function jitted under one platform is traced again under another."""
+    f = jax.jit(lambda x: choose("op", OP).call(x))
+    assert f(1) == 2
+    with dispatch.platform("gpu"):
+        assert explain(OP)["fused"] is None
+        assert f(1) == 3
+        assert explain(OP, platform="cpu")["fused"] is not None
+    assert f(1) == 2

@@ -8,8 +8,9 @@
 ``q`` and ``k`` arrive raw and are L2-normalised here (epsilon 1e-6 on the sum), ``q`` is scaled by ``X^-1/2``. Key
 head ``h`` serves memories ``h * M/K .. (h + 1) * M/K - 1``. State, gates and arithmetic are fp32.
 
-``verify`` scores the few rows of a decoding pass and returns what ``commit`` needs to keep a prefix of them; what
-that is belongs to the implementation. Keeping n rows gives the very bits that n single-row passes would leave.
+``rows`` is what a layer does with the few rows of a decoding pass, from its fused projection to its gated norm, and
+``commit_rows`` keeps a prefix of them in all layers at once; what a pass leaves for that belongs to the implementation
+(``verify`` and ``commit`` are the recurrence alone). Keeping n rows gives the very bits that n single-row passes would.
 ``prefill`` runs any length in chunks, is differentiable, and keeps no per-token state.
 """
 
@@ -18,12 +19,24 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from ready_jax.kernels import gated_delta_chunk, gated_delta_reference
+from ready_jax.kernels import (
+    gated_delta_chunk,
+    gated_delta_fused,
+    gated_delta_gluon,
+    gated_delta_reference,
+    gated_delta_rows,
+)
 from ready_jax.kernels.dispatch import Implementation, always, choose
 
 VERIFY = (Implementation("scan", gated_delta_reference, always),)
 PREFILL = (Implementation("chunk", gated_delta_chunk.prefill, always),)
-IMPLEMENTATIONS = {"verify": VERIFY, "prefill": PREFILL}
+ROWS = (
+    Implementation("gluon", gated_delta_gluon, gated_delta_gluon.why_not),
+    Implementation("fused", gated_delta_fused, gated_delta_fused.why_not),
+    Implementation("scan", gated_delta_rows, always),
+    Implementation("interpret", gated_delta_fused.Interpreted, gated_delta_fused.why_not_interpreted),
+)
+IMPLEMENTATIONS = {"verify": VERIFY, "prefill": PREFILL, "rows": ROWS}
 
 
 def check_heads(key_heads: int, memory_heads: int) -> None:
@@ -54,6 +67,42 @@ def verify(
 def commit(s_BMXY: Float[Array, "B M X Y"], pending, num_B: Int[Array, "B"], *, impl: str | None = None):
     """The state after the first ``num_B[b]`` rows of the pass; 0 leaves it as it was, bit for bit."""
     return choose("gated_delta.commit", VERIFY, impl).call.commit(s_BMXY, pending, num_B)
+
+
+def _facts(s_BMXY, dtype, **facts):
+    return dict(dtype=dtype, key_dim=s_BMXY.shape[2], value_dim=s_BMXY.shape[3], **facts)
+
+
+def rows(
+    s_BMXY: Float[Array, "B M X Y"],
+    p_BTI: Float[Array, "B T I"],
+    tail_BWC: Array,
+    conv_WC: Float[Array, "W C"],
+    a_log_M: Float[Array, "M"],
+    dt_bias_M: Float[Array, "M"],
+    norm_Y: Float[Array, "Y"],
+    eps: float,
+    *,
+    keys: int,
+    impl: str | None = None,
+):
+    """Gated outputs [B, T, M*Y] of ``T`` rows after the committed memory, and what ``commit_rows`` needs.
+
+    ``p_BTI``: the rows' projections q, k, v (these are convolved, window ``W``), z, b, a side by side, then padding;
+    ``tail_BWC``: the ``W - 1`` conv inputs before them; decay ``g = -exp(a_log) softplus(a + dt_bias)`` and
+    ``beta = sigmoid(b)``; the output is ``rms_norm(out) * norm * silu(z)``, norm over each memory's ``Y``.
+    """
+    check_heads(keys, s_BMXY.shape[1])
+    call = choose("gated_delta.rows", ROWS, impl, **_facts(s_BMXY, p_BTI.dtype, tokens=p_BTI.shape[1])).call
+    return call.rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, keys=keys)
+
+
+def commit_rows(states, tails, pending, num_B: Int[Array, "B"], *, impl: str | None = None):
+    """(states, conv tails) of every layer after the first ``num_B[b]`` rows of a pass; 0 changes no bit."""
+    if impl is None and not isinstance(pending[0], gated_delta_fused.Log):
+        impl = "scan"
+    call = choose("gated_delta.commit_rows", ROWS, impl, **_facts(states[0], tails[0].dtype)).call
+    return call.commit(states, tails, pending, num_B)
 
 
 def prefill(

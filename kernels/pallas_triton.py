@@ -74,3 +74,21 @@ def store(ref, value, *, mask=None) -> None:
 def gpu_only(platform: str, **_: object) -> str | None:
     """The ``why_not`` of a kernel that needs a GPU and nothing else."""
     return None if platform == "gpu" else f"platform is {platform}; needs gpu (impl='interpret' runs it anywhere)"
+
+
+def barrier(*, interpret: bool = False) -> None:
+    """All threads of a program wait here; what they stored to memory before is visible to all of them after."""
+    if not interpret:
+        plt.debug_barrier()
+
+
+def count_up(counter_ref, at, *, interpret: bool = False):
+    """Adds one to ``counter_ref[at]`` and returns what was there before.
+
+    What this program stored before is visible to whoever sees the count: all its threads pass a barrier first, and
+    the addition releases and acquires at device scope.
+    """
+    barrier(interpret=interpret)
+    if interpret:  # the interpreter knows atomics on slices only
+        return jnp.sum(plt.atomic_add(counter_ref, (pl.ds(at, 1),), jnp.ones((1,), jnp.int32)))
+    return plt.atomic_add(counter_ref, (at,), jnp.int32(1))

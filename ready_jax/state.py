@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from ready_jax.config import FULL, LINEAR, TargetConfig
-from ready_jax.deltanet import last_inputs
 from ready_jax.kernels import gated_delta
 from ready_jax.pytree import register
 
@@ -43,12 +42,11 @@ class DecodeState:
 class PendingWrites:
     """What one verify pass produced: nothing here is committed.
 
-    ``recurrent`` is whatever the recurrence's implementation needs to commit a prefix; ``conv`` the conv history
-    [B, W-1+T, C]; ``key``, ``value`` the buffers with the pass written at its absolute positions.
+    ``recurrent`` is whatever the recurrence's implementation needs to commit a prefix of states and conv inputs;
+    ``key``, ``value`` the buffers with the pass written at its absolute positions.
     """
 
     recurrent: tuple
-    conv: tuple
     key: tuple
     value: tuple
 
@@ -84,14 +82,17 @@ def commit(state: DecodeState, pending: PendingWrites, num_B: Int[Array, "B"]) -
 
     Bit-identity: committing n rows at once leaves what n single-row passes would.
     """
-    recurrent = tuple(
-        None if s is None else gated_delta.commit(s, rows, num_B)
-        for s, rows in zip(state.recurrent, pending.recurrent, strict=True)
-    )
-    conv = tuple(
-        None if tail is None else last_inputs(history, num_B, tail.shape[1])
-        for tail, history in zip(state.conv, pending.conv, strict=True)
-    )
+    layers = [i for i, pending_i in enumerate(pending.recurrent) if pending_i is not None]
+    recurrent, conv = list(state.recurrent), list(state.conv)
+    if layers:
+        picked = ([memory[i] for i in layers] for memory in (recurrent, conv, pending.recurrent))
+        for i, s, tail in zip(layers, *gated_delta.commit_rows(*picked, num_B), strict=True):
+            recurrent[i], conv[i] = s, tail
     return replace(
-        state, length_B=state.length_B + num_B, recurrent=recurrent, conv=conv, key=pending.key, value=pending.value
+        state,
+        length_B=state.length_B + num_B,
+        recurrent=tuple(recurrent),
+        conv=tuple(conv),
+        key=pending.key,
+        value=pending.value,
     )

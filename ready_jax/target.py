@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from ready_jax.attention import GatedAttention
 from ready_jax.config import LINEAR, TargetConfig
-from ready_jax.deltanet import GatedDeltaNet, last_inputs
+from ready_jax.deltanet import GatedDeltaNet
+from ready_jax.kernels.gated_delta_rows import last_inputs
 from ready_jax.layers import SwiGLU, normal, precision_for, rms_norm_1p, rope_angles
 from ready_jax.pytree import register
 from ready_jax.state import SPARE_ROWS, DecodeState, PendingWrites
@@ -123,18 +124,18 @@ class Target(nnx.Module):
         rows = token_BT.shape[1]
         if rows > SPARE_ROWS:
             raise ValueError(f"verify takes at most {SPARE_ROWS} rows, found {rows}: longer inputs belong to prefill")
-        recurrent, conv, key, value = ([None] * self.config.num_layers for _ in range(4))
+        recurrent, key, value = ([None] * self.config.num_layers for _ in range(3))
         angles = rope_angles(state.length_B[:, None] + jnp.arange(rows)[None], self.config.rope)
 
         def mix(i, mixer, x_BTD):
             if isinstance(mixer, GatedDeltaNet):
-                y_BTD, recurrent[i], conv[i] = mixer.rows(x_BTD, state.recurrent[i], state.conv[i])
+                y_BTD, recurrent[i] = mixer.rows(x_BTD, state.recurrent[i], state.conv[i])
             else:
                 y_BTD, key[i], value[i] = mixer.rows(x_BTD, angles, state.key[i], state.value[i], state.length_B)
             return y_BTD
 
         out = self._run(self.embed(token_BT), taps, mix)
-        return out, PendingWrites(tuple(recurrent), tuple(conv), tuple(key), tuple(value))
+        return out, PendingWrites(tuple(recurrent), tuple(key), tuple(value))
 
     def prefill(
         self,

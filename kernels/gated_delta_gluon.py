@@ -1,0 +1,93 @@
+"""The kernels of `gated_delta_fused.py` in Gluon, through jax-triton: the same operations with layouts said outright.
+
+Pallas' Triton backend lays a state tile over warps along the key axis, so that every row of a pass pays two
+reductions across warps, through shared memory and barriers. Here a warp holds all keys of its columns: reductions are
+three shuffles, and rows already normalised wait in shared memory. The roundings of scoring and commit are one and the
+same sequence, ``fma(k, u, S * decay)``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+
+from ready_jax.kernels import gated_delta_fused
+from ready_jax.kernels.gated_delta_fused import Log
+
+#: Layers that one commit launch covers.
+LAYERS = 8
+
+
+def why_not(*, key_dim=None, value_dim=None, **facts) -> str | None:
+    for name in ("triton", "jax_triton"):
+        if importlib.util.find_spec(name) is None:
+            return f"the package {name.replace('_', '-')} is missing; pip install 'ready-jax[triton]'"
+    for name, size in (("key", key_dim), ("value", value_dim)):
+        if size not in (None, 128):
+            return f"{name} width {size}; needs 128: its layouts are written for that"
+    return gated_delta_fused.why_not(key_dim=key_dim, value_dim=value_dim, **facts)
+
+
+def _kernels() -> SimpleNamespace:
+    """jax-triton and the compiled functions, imported when first needed."""
+    import triton.backends.nvidia.driver as driver
+
+    if not hasattr(driver, "TMA_TF32"):  # a constant of triton 3.7 that jax-triton 0.4 looks up and never uses here
+        driver.TMA_TF32 = 11  # type: ignore[attr-defined]
+    import jax_triton
+
+    from ready_jax.kernels import gated_delta_gluon_source as source
+
+    return SimpleNamespace(call=jax_triton.triton_call, rows=source.rows, commit=source.commit)
+
+
+def rows(
+    s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, keys: int, block: int = 32, warps: int = 4
+):
+    """Gated outputs [B, T, M*Y] of the rows, and their log. See :func:`ready_jax.kernels.gated_delta.rows`."""
+    batch, tokens, columns = p_BTI.shape
+    memories, width, values = s_BMXY.shape[1:]
+    k = _kernels()
+
+    def f32(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    key, u, decay, _, _, out = k.call(
+        p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, s_BMXY, jnp.zeros((batch * memories,), jnp.int32),
+        kernel=k.rows,
+        out_type=[
+            f32(batch, tokens, keys, width), f32(batch, tokens, memories, values), f32(batch, tokens, memories),
+            f32(batch, tokens, memories, values), jax.ShapeDtypeStruct((batch * memories,), jnp.int32),
+            jax.ShapeDtypeStruct((batch, tokens, memories * values), p_BTI.dtype),
+        ],
+        grid=(values // block, memories, batch), num_warps=warps, input_output_aliases={7: 4},
+        I=columns, C=conv_WC.shape[1], K=keys, M=memories, X=width, Y=values, T=tokens, BLOCK=block, WARPS=warps,
+        EPS=eps,
+    )  # fmt: skip
+    return out, Log(key, u, decay, p_BTI)
+
+
+def commit(states, tails, logs, num_B, *, block: int = 32, warps: int = 4):
+    """(states, conv tails) of all layers after the first ``num_B[b]`` rows; in place, ``LAYERS`` layers a launch."""
+    k = _kernels()
+    new_states, new_tails = [], []
+    for first in range(0, len(states), LAYERS):
+        some = slice(first, first + LAYERS)
+        s, tail, log = states[some], tails[some], logs[some]
+        layers, (batch, memories, width, values) = len(s), s[0].shape
+        tokens, keys = log[0].k_BTKX.shape[1:3]
+        found = k.call(
+            num_B, *(tuple(x) for x in zip(*log, strict=True)), tuple(s), tuple(tail),
+            kernel=k.commit,
+            out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*s, *tail)],
+            grid=(memories * (values // block) + -(-tail[0].shape[2] // 1024), layers, batch),
+            num_warps=warps, input_output_aliases={1 + 4 * layers + i: i for i in range(2 * layers)},
+            LAYERS=layers, I=log[0].p_BTI.shape[2], C=tail[0].shape[2], K=keys, M=memories, X=width, Y=values, T=tokens,
+            BLOCK=block, WARPS=warps,
+        )  # fmt: skip
+        new_states += found[:layers]
+        new_tails += found[layers:]
+    return new_states, new_tails

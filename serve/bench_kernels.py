@@ -24,6 +24,7 @@ from ready_jax.random_weights import random_reader
 from ready_jax.reader import StateReader
 
 SETS, SLOTS = 16, 4  # distinct states and readers; distinct key/value buffers
+ROUNDS = 4  # times that a step goes over fewer buffers, so that the loop around it weighs little
 REPEATS = 32
 
 
@@ -121,11 +122,11 @@ class Kernels:
 
         def step(query, constants):
             memory, end_BT = constants
-            for key, value in memory:
+            for key, value in memory * ROUNDS:
                 query = attention.attend_rows(query, key, value, jnp.zeros_like(end_BT), end_BT)
             return query
 
-        return self.per_operation(step, query, (memory, end_BT), SLOTS)
+        return self.per_operation(step, query, (memory, end_BT), SLOTS * ROUNDS)
 
     def gated_delta_prefill(self) -> float:
         """`slots` tokens of one layer."""
@@ -158,25 +159,28 @@ class Kernels:
         """A reader's pass over the states: scales and small maps of all pairs."""
 
         def step(preps, constants):
-            before, found = preps[-1], []
-            for reader, memory in zip(*constants, strict=True):
+            (readers, states), before, found = constants, preps[-1], []
+            for reader, memory in zip(readers * ROUNDS, states * ROUNDS, strict=True):
                 memory, before = jax.lax.optimization_barrier((memory, before))  # else it would leave the loop
                 before = reader.prepare(memory)
                 found.append(before)
             return found
 
-        return self.per_operation(step, self._empty_preps(readers, states), (readers, states), len(readers))
+        preps = self._empty_preps(readers, states) * ROUNDS
+        return self.per_operation(step, preps, (readers, states), len(preps))
 
     def reader(self, readers, states) -> float:
         """The rest of a reader, once the states are prepared: queries, reads and the update of the block."""
         hidden = normals(9, (self.batch, self.rows - 1, self.config.hidden_size))[0]
 
         def step(hidden, constants):
-            for reader, prep in zip(*constants, strict=True):
+            readers, preps = constants
+            for reader, prep in zip(readers * ROUNDS, preps * ROUNDS, strict=True):
                 hidden = reader(prep, hidden)
             return hidden
 
-        return self.per_operation(step, hidden, (readers, self._empty_preps(readers, states)), len(readers))
+        constants = readers, self._empty_preps(readers, states)
+        return self.per_operation(step, hidden, constants, len(readers) * ROUNDS)
 
     def measure(self) -> dict[str, Callable[[], float]]:
         """Key of the record -> the measurement, in the key's unit."""

@@ -1,0 +1,127 @@
+"""The whole round at full size, compiled for GPUs that are not here: copies, graphs and launches, not times.
+
+Needs `jax[cuda13]` (its compiler, no GPU and no driver): `python -m pytest -m slow tests/test_compile_gpu.py`. XLA's
+device descriptions lie in `xla_targets/`. Nothing is autotuned without a device, so which matrix kernels were chosen
+says nothing here.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+CAPACITY = 3072
+
+
+def compiled_round(device: str, preset_name: str, folder: str) -> dict:
+    """What XLA makes of `decode` with the drafter v2 and the final reader; leaves its dump in `folder`."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.experimental import topologies
+
+    from ready_jax import hlo
+    from ready_jax.configs.qwen3_8_27b import PRESETS
+    from ready_jax.decode import Decoding, Limits, decode
+    from ready_jax.drafter import Drafter
+    from ready_jax.kernels import dispatch
+    from ready_jax.programs import Program
+    from ready_jax.state import init_state
+    from ready_jax.target import Target
+
+    description = (HERE / "xla_targets" / f"{device}.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
+    there = topology.devices[0]
+    preset = PRESETS[preset_name]
+
+    def arguments():
+        target = Target(preset.target, rngs=nnx.Rngs(0))
+        drafter = Drafter(preset.drafter("v2", preset.reader()), rngs=nnx.Rngs(0))
+        one_B, counters = jnp.ones((1,), jnp.int32), jnp.zeros((1, 256), jnp.int32)
+        run = Decoding(
+            state=init_state(preset.target, 1, CAPACITY), context=drafter.init_context(1, CAPACITY), anchor_B=one_B,
+            token_BN=counters, num_emitted_B=one_B, num_rounds_B=one_B, finish_B=one_B, proposed_BN=counters,
+            accepted_BN=counters, emitted_BN=counters, logits_BNV=None,
+        )  # fmt: skip
+        limits = Limits(one_B, jnp.zeros((8,), jnp.int32), one_B, jnp.float32(0), jnp.int32(0))
+        return dict(target=target, drafter=drafter, run=run, limits=limits, max_rounds=jnp.int32(0))
+
+    sharding = jax.sharding.SingleDeviceSharding(there)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(arguments)
+    )
+    # Pallas asks the mesh for the device that it lowers to.
+    kind = jax.sharding.AbstractDevice(device_kind=there.device_kind, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
+    program = Program(decode, options={"xla_dump_to": folder})
+    with dispatch.platform("gpu"), jax.sharding.use_abstract_mesh(mesh):
+        compiled = program.compiled(**abstract)
+    launches = hlo.loop_launches(compiled.as_text() or "")
+    (thunks,) = Path(folder).glob("*jit_decode*thunk_sequence_after_thunk_passes.txt")
+    return dict(
+        device=there.device_kind,
+        temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        round_thunks=round_thunks(thunks.read_text()),
+        launches=launches.total(),
+        launches_by_kind=dict(launches.most_common()),
+        trace_seconds=round(program.trace_seconds, 1),
+        compile_seconds=round(program.compile_seconds, 1),
+    )
+
+
+def round_thunks(text: str) -> list[str]:
+    """Kinds of the thunks that the body of the outermost loop consists of; what a graph holds is not listed."""
+    _, _, loop = text.partition("kWhile")
+    body = loop.partition("\n  body:\n")[2]
+    return re.findall(r"^    \d+: (k\w+)", re.split(r"^\d+: ", body, maxsplit=1, flags=re.MULTILINE)[0], re.MULTILINE)
+
+
+def test_the_thunks_of_a_round_are_read():
+    text = """000: kCommandBuffer [source | next=002 (1)]
+    001: kCopy [source | sink] kCopy
+002: kWhile         [prev=000 (1) | next=009 (1)]
+condition:
+    003: kCustomKernel [source | sink] loop_and_fusion
+  body:
+    000: kCommandBuffer [source       | next=112 (1)]
+        026: kCopy         [source       | next=027 (1) ] kCopy
+    007: kCustomKernel [source | sink] loop_add_fusion
+009: kCopy [source | sink] kCopy
+    010: kGemm [source | sink] kGemm
+"""
+    assert round_thunks(text) == ["kCommandBuffer", "kCustomKernel"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jax_cuda13_plugin") is None, reason="needs the compiler of jax[cuda13]; no GPU")
+@pytest.mark.parametrize("preset", ["lookalike", "qwen3_8_27b"])
+@pytest.mark.parametrize("device", ["h200", "b200"])
+def test_the_whole_round_is_one_graph_and_copies_no_weights(device: str, preset: str, record_property):
+    """In a process of its own: the plugin must not look for a driver, and 64 layers leave a lot behind."""
+    environment = os.environ | dict(
+        JAX_PLATFORMS="cpu",
+        JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
+        PYTHONPATH=f"{HERE.parent}:{os.getenv('PYTHONPATH', '')}",
+    )
+    command = [sys.executable, __file__, device, preset]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, value in found.items():
+        record_property(name, value)
+    assert found["temporary_bytes"] < 1e9, "a temporary of this size is a copy of weights or of all states"
+    assert found["round_thunks"] == ["kCommandBuffer"], "a round is one graph, and the host adds nothing to it"
+    assert found["launches"] < 1100, found["launches_by_kind"]
+
+
+if __name__ == "__main__":
+    _, asked_device, asked_preset = sys.argv
+    with tempfile.TemporaryDirectory() as dump:
+        sys.stdout.write(json.dumps(compiled_round(asked_device, asked_preset, dump)) + "\n")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from compiling import quick
 from flax import nnx
 
 from ready_jax.config import ReaderConfig
@@ -139,7 +140,7 @@ def direct(reader: StateReader, states, hidden, site=0):
     return out
 
 
-@jax.jit
+@quick
 def read(reader, states, hidden):
     prep = reader.prepare(states)
     return [reader(prep, hidden, site) for site in range(len(reader.sites))]
@@ -230,7 +231,7 @@ def test_a_reader_that_cannot_be_is_refused(changes, message):
 
 def test_an_untrained_reader():
     """Orthonormal U and V, unit gain, zero output: what stage 1 of the training starts from."""
-    site = StateReader(DEFAULT, HIDDEN, rngs=nnx.Rngs(0), dtype="float32").sites[0]
+    site = quick(lambda: StateReader(DEFAULT, HIDDEN, rngs=nnx.Rngs(0), dtype="float32"))().sites[0]
     for columns, width in ((site.u_ZXJ, X), (site.v_ZYJ, Y)):
         matrix = np.asarray(columns[...])
         assert matrix.shape == (len(LAYERS) * HEADS, width, RANK)
@@ -310,7 +311,7 @@ def by_hand(drafter: Drafter, block, updates, side, into):
 @pytest.fixture(scope="module")
 def without():
     drafter = drafter_of()
-    return np.asarray(jax.jit(lambda d, block: d.hidden(*block))(drafter, block_of(drafter)))
+    return np.asarray(quick(lambda d, block: d.hidden(*block))(drafter, block_of(drafter)))
 
 
 @pytest.mark.parametrize("name", list(PLACES))
@@ -322,7 +323,7 @@ def test_where_the_update_enters(name, without):
     assert drafter.reader is not None
     assert len(drafter.reader.sites) == len(sites)
 
-    @jax.jit
+    @quick
     def both(drafter, block):
         def update(site):
             return lambda h: drafter.reader(drafter.reader.prepare(states), h, site)
@@ -336,7 +337,7 @@ def test_where_the_update_enters(name, without):
     assert np.abs(found - without).max() > 0.05
 
 
-@jax.jit
+@quick
 def propose(drafter, context, anchor, states):
     return drafter.propose(context, anchor, states, with_logits=True)
 
@@ -345,7 +346,12 @@ def context_of(drafter, seed=4):
     c = drafter.config
     taps = np.random.default_rng(seed).standard_normal((BATCH, 9, len(c.taps), c.hidden_size))
     num = jnp.array([9, 4], jnp.int32)
-    return drafter.absorb(drafter.init_context(BATCH, 16), jnp.asarray(taps, jnp.float32), num)
+    return absorb(drafter, drafter.init_context(BATCH, 16), jnp.asarray(taps, jnp.float32), num)
+
+
+@quick
+def absorb(drafter, context, taps, num):
+    return drafter.absorb(context, taps, num)
 
 
 ANCHOR = jnp.array([5, 80], jnp.int32)
@@ -410,8 +416,13 @@ def test_a_users_own_reader_plugs_in(kind, replaces):
     drafter.reader = reader
     prep = reader.prepare(states)
     last = drafter.config.num_layers - 1
-    wanted = by_hand(drafter, block, {last: lambda h: reader(prep, h)}, "after_attention", "mlp_input")
-    np.testing.assert_allclose(drafter.hidden(*block, prep), wanted, atol=1e-5, rtol=0)
+
+    @quick
+    def both(block):
+        wanted = by_hand(drafter, block, {last: lambda h: reader(prep, h)}, "after_attention", "mlp_input")
+        return drafter.hidden(*block, prep), wanted
+
+    np.testing.assert_allclose(*both(block), atol=1e-5, rtol=0)
     if kind == "plain object":
         drafter.reader = nnx.static(reader)
     found = propose(drafter, context, ANCHOR, states).logits_BPV

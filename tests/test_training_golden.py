@@ -1,9 +1,12 @@
 """The training forward, loss, gradients and optimiser against DeepSpec's own (tests/golden/D*/training.npz)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import quick
 from flax import nnx
 
 from ready_jax import checkpoint, names
@@ -39,16 +42,32 @@ class Case:
         self.keep_BA = self.want["in.block_keep_mask"]
         self.anchors = Anchors(jnp.array(self.want["in.anchor_positions"]), jnp.array(self.keep_BA))
         self.unembed = self.drafter.head(None)
+        self.rates = jnp.array(self.want["run.lr"], jnp.float32)
+        self.optimizer = steps.make_optimizer(OptimizerConfig(1.0, 50), lambda count: self.rates[count])
+        self.state, self.frozen = steps.start(self.drafter, self.optimizer, compute_dtype="float32")
 
     def loss(self, drafter, config):
         batch = (self.token_BT, self.mask_BT, self.segment_BT)
         return steps.draft_loss(drafter, self.features, self.anchors, *batch, None, self.unembed, config)
 
-    def hidden(self):
-        return block_hidden(self.drafter, self.features.taps_BTED, self.token_BT, self.segment_BT, self.anchors)
-
     def labels(self):
         return block_labels(self.anchors, self.token_BT, self.mask_BT, self.segment_BT, 7)
+
+    @functools.cached_property
+    def _gradients(self):
+        @quick
+        def run(masters, weights):
+            config = LossConfig()
+            for name, weight in weights.items():
+                object.__setattr__(config, name, weight)
+            return jax.value_and_grad(lambda p: self.loss(self.frozen.drafter(p), config), has_aux=True)(masters)
+
+        return run
+
+    def gradients(self, masters, config=None):
+        """((loss, sums), gradients); the weights of the terms are arguments of one program."""
+        config = config or LossConfig()
+        return self._gradients(masters, dict(ce=config.ce, l1=config.l1, confidence=config.confidence))
 
 
 @pytest.fixture(scope="module", params=DRAFTERS)
@@ -78,14 +97,20 @@ def test_labels_and_masks(case):
 
 
 def test_forward(case):
-    hidden, labels, keep = case.hidden(), case.labels(), case.keep_BA
+    labels, keep = case.labels(), case.keep_BA
+
+    @quick
+    def forward(drafter, features):
+        hidden = block_hidden(drafter, features.taps_BTED, case.token_BT, case.segment_BT, case.anchors)
+        flat, previous = hidden.reshape(10, 7, -1), labels.previous_BAP.reshape(10, 7)
+        latent, embed = drafter.markov.latents(previous, flat)
+        logits = losses.draft_logits(drafter, flat, latent, case.unembed).reshape(2, 5, 7, -1)
+        confidence = drafter.confidence(flat, embed).reshape(2, 5, 7)
+        teacher = jnp.take_along_axis(features.hidden_BTD, labels.teacher_BAP.reshape(2, -1)[..., None], axis=1)
+        return hidden, logits, confidence, case.unembed(teacher).reshape(2, 5, 7, -1)
+
+    hidden, logits, confidence, teacher = forward(case.drafter, case.features)
     close(np.asarray(hidden)[keep], case.want["backbone_hidden"].reshape(2, 5, 7, -1)[keep], 5e-5)
-    flat, previous = hidden.reshape(10, 7, -1), labels.previous_BAP.reshape(10, 7)
-    latent, embed = case.drafter.markov.latents(previous, flat)
-    logits = losses.draft_logits(case.drafter, flat, latent, case.unembed).reshape(2, 5, 7, -1)
-    confidence = case.drafter.confidence(flat, embed).reshape(2, 5, 7)
-    teacher = jnp.take_along_axis(case.features.hidden_BTD, labels.teacher_BAP.reshape(2, -1)[..., None], axis=1)
-    teacher = case.unembed(teacher).reshape(2, 5, 7, -1)
     mask = case.want["eval_mask"]  # beyond it the forced tokens are whatever the reference clips to
     close(np.asarray(logits)[mask], case.want["draft_logits"][mask], 5e-5)
     close(np.asarray(confidence)[mask], case.want["confidence_pred"][mask], 5e-5)
@@ -95,7 +120,10 @@ def test_forward(case):
 @pytest.mark.parametrize("slice_blocks", [3, 512])
 def test_terms_and_metrics(case, slice_blocks):
     config = LossConfig(slice_blocks=slice_blocks)
-    found = case.loss(case.drafter, config)[1]
+    if config == LossConfig():
+        found = case.gradients(case.state.masters)[0][1]
+    else:
+        found = quick(lambda drafter: case.loss(drafter, config)[1])(case.drafter)
     for name, value in (("ce", found.ce), ("l1", found.l1), ("confidence", found.confidence)):
         np.testing.assert_allclose(value, case.want[f"term.{name}_loss_num"], rtol=1e-5)
         np.testing.assert_allclose(found.weight, case.want[f"term.{name}_loss_den"], rtol=1e-5)
@@ -125,8 +153,7 @@ def stored(drafter, gradients) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("which", list(WEIGHTS))
 def test_gradients(case, which):
-    graph, trained, rest = nnx.split(case.drafter, steps.TRAINED, ...)
-    value, gradients = jax.value_and_grad(lambda p: case.loss(nnx.merge(graph, p, rest), WEIGHTS[which])[0])(trained)
+    (value, _), gradients = case.gradients(case.state.masters, WEIGHTS[which])
     np.testing.assert_allclose(value, case.want[f"loss.{which}"], rtol=1e-5)
     found = stored(case.drafter, gradients)
     wanted = list(case.want[f"grad_names.{which}"])
@@ -145,20 +172,12 @@ def test_gradients(case, which):
 
 
 def test_twelve_steps_of_adamw(case):
-    rates = jnp.array(case.want["run.lr"], jnp.float32)
-    optimizer = steps.make_optimizer(OptimizerConfig(1.0, 50), lambda count: rates[count])
-    state, frozen = steps.start(case.drafter, optimizer, compute_dtype="float32")
-
-    @jax.jit
-    def one(state):
-        grad = jax.value_and_grad(lambda p: case.loss(frozen.drafter(p), LossConfig()), has_aux=True)
-        (value, sums), gradients = grad(state.masters)
-        state, norm = steps.update(state, gradients, sums, optimizer)
-        return state, value, norm
-
+    state = case.state
+    update = quick(lambda state, gradients, sums: steps.update(state, gradients, sums, case.optimizer))
     losses_found, norms = [], []
     for _ in range(12):
-        state, value, norm = one(state)
+        (value, sums), gradients = case.gradients(state.masters)
+        state, norm = update(state, gradients, sums)
         losses_found.append(float(value))
         norms.append(float(norm))
     close(losses_found, case.want["run.loss"], 5e-4)

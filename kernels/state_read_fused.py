@@ -79,7 +79,8 @@ def _prepare_body(*refs, layers, heads, picked, sizes, columns, factor, eps, fea
 
 
 def prepare(
-    states, u_ZXJ, v_ZYJ, *, width, eps, heads, rms_axes, feature, columns: int | None = None, warps: int = 8, interpret=False
+    states, u_ZXJ, v_ZYJ, *, width, eps, heads, rms_axes, feature,
+    columns: int | None = None, warps: int = 8, interpret=False,
 ):  # fmt: skip
     """See ``state_read.prepare``. ``columns`` of a pair's ``A`` are left to one program."""
     del rms_axes

@@ -10,31 +10,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from ready_jax.config import TargetConfig
 from ready_jax.kernels import attention as kernel
-from ready_jax.layers import linear, normal, rms_norm_1p, rotate
+from ready_jax.kernels import attention_inputs as inputs
+from ready_jax.kernels.attention_inputs import write_rows
+from ready_jax.layers import linear, normal
 
 #: Queries of a prefill that meet the buffer at once.
 QUERY_BLOCK = 64
-
-
-def write_rows(
-    buffer_BSGH: Float[Array, "B S G H"],
-    rows_BTGH: Float[Array, "B T G H"],
-    start_B: Int[Array, "B"],
-    num_B: Int[Array, "B"],
-) -> Float[Array, "B S G H"]:
-    """Rows ``0 .. num_B - 1`` at slots ``start_B ..``; the others are dropped.
-
-    Slots past the end of the buffer are dropped too: the caller checks the capacity on the host.
-    """
-    slots, tokens = buffer_BSGH.shape[1], rows_BTGH.shape[1]
-    row_BT = jnp.arange(tokens)[None]
-    slot_BT = jnp.where(row_BT < num_B[:, None], start_B[:, None] + row_BT, slots)
-    batch_BT = jnp.broadcast_to(jnp.arange(buffer_BSGH.shape[0])[:, None], slot_BT.shape)
-    return buffer_BSGH.at[batch_BT, slot_BT].set(rows_BTGH.astype(buffer_BSGH.dtype), mode="drop")
 
 
 class GatedAttention(nnx.Module):
@@ -50,32 +34,31 @@ class GatedAttention(nnx.Module):
         self.k_norm_H = nnx.Param(jnp.zeros((config.head_dim,), dtype))
 
     def project(self, x_BTD, angles):
-        """query [B, T, Q, H], gate [B, T, Q*H], key and value [B, T, G, H]; normed and rotated."""
+        """query and gate [B, T, Q, H], key and value [B, T, G, H]; normed and rotated."""
         c = self.config
-        heads, groups, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        lead = x_BTD.shape[:2]
-        fused = linear(x_BTD, self.w_in_DI[...])
-        query_gate, key, value = jnp.split(fused, [2 * heads * dim, (2 * heads + groups) * dim], axis=-1)
-        query, gate = jnp.split(query_gate.reshape(lead + (heads, 2 * dim)), 2, axis=-1)
-        key, value = (x.reshape(lead + (groups, dim)) for x in (key, value))
-        query = rotate(rms_norm_1p(query, self.q_norm_H[...], c.rms_norm_eps), angles)
-        key = rotate(rms_norm_1p(key, self.k_norm_H[...], c.rms_norm_eps), angles)
-        return query, gate.reshape(lead + (-1,)), key, value
+        fused_BTI = linear(x_BTD, self.w_in_DI[...])
+        norms = self.q_norm_H[...], self.k_norm_H[...]
+        return inputs.project(fused_BTI, *norms, angles, c.num_key_value_heads, c.rms_norm_eps)
 
-    def finish(self, out_BTQH, gate_BTO):
-        out_BTO = out_BTQH.reshape(gate_BTO.shape)
-        return linear(out_BTO * jax.nn.sigmoid(gate_BTO), self.w_out_OD[...])
+    def finish(self, out_BTQH, gate_BTQH):
+        gated_BTQH = out_BTQH * jax.nn.sigmoid(gate_BTQH)
+        return linear(gated_BTQH.reshape(gated_BTQH.shape[:2] + (-1,)), self.w_out_OD[...])
+
+    def mix(self, fused_BTI, angles, key_BSGH, value_BSGH, length_B):
+        """From the fused projection of verify rows at ``length_B ..`` to what meets ``w_out``, and the buffers."""
+        norms = self.q_norm_H[...], self.k_norm_H[...]
+        query, gate, key_BSGH, value_BSGH = inputs.prepare(
+            fused_BTI, *norms, angles, key_BSGH, value_BSGH, length_B, eps=self.config.rms_norm_eps
+        )
+        end_BT = length_B[:, None] + 1 + jnp.arange(fused_BTI.shape[1])[None]
+        out = kernel.attend_rows(query, key_BSGH, value_BSGH, jnp.zeros_like(end_BT), end_BT, gate_BTQH=gate)
+        return out.reshape(out.shape[:2] + (-1,)), key_BSGH, value_BSGH
 
     def rows(self, x_BTD, angles, key_BSGH, value_BSGH, length_B):
         """Verify rows at ``length_B ..``: output and the buffers that hold the rows."""
-        query, gate, key, value = self.project(x_BTD, angles)
-        tokens = x_BTD.shape[1]
-        every_B = jnp.full_like(length_B, tokens)
-        key_BSGH = write_rows(key_BSGH, key, length_B, every_B)
-        value_BSGH = write_rows(value_BSGH, value, length_B, every_B)
-        end_BT = length_B[:, None] + 1 + jnp.arange(tokens)[None]
-        out = kernel.attend_rows(query, key_BSGH, value_BSGH, jnp.zeros_like(end_BT), end_BT)
-        return self.finish(out, gate), key_BSGH, value_BSGH
+        fused_BTI = linear(x_BTD, self.w_in_DI[...])
+        out_BTO, key_BSGH, value_BSGH = self.mix(fused_BTI, angles, key_BSGH, value_BSGH, length_B)
+        return linear(out_BTO, self.w_out_OD[...]), key_BSGH, value_BSGH
 
     def prefill(self, x_BTD, angles, key_BSGH, value_BSGH, length_B, num_B):
         """Any number of tokens after ``length_B`` committed ones; rows past ``num_B`` leave no trace."""

@@ -103,7 +103,7 @@ condition:
 @pytest.mark.skipif(find_spec("jax_cuda13_plugin") is None, reason="needs the compiler of jax[cuda13]; no GPU")
 @pytest.mark.parametrize("preset", ["lookalike", "qwen3_8_27b"])
 @pytest.mark.parametrize("device", ["h200", "b200"])
-def test_the_whole_round_is_one_graph_and_copies_no_weights(device: str, preset: str, record_property):
+def test_the_whole_round_is_one_graph_and_copies_no_weights(device: str, preset: str, capsys):
     """In a process of its own: the plugin must not look for a driver, and 64 layers leave a lot behind."""
     environment = os.environ | dict(
         JAX_PLATFORMS="cpu",
@@ -114,11 +114,11 @@ def test_the_whole_round_is_one_graph_and_copies_no_weights(device: str, preset:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    for name, value in found.items():
-        record_property(name, value)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{json.dumps(found)}\n")
     assert found["temporary_bytes"] < 1e9, "a temporary of this size is a copy of weights or of all states"
     assert found["round_thunks"] == ["kCommandBuffer"], "a round is one graph, and the host adds nothing to it"
-    assert found["launches"] < 1100, found["launches_by_kind"]
+    assert found["launches"] < 1000, found["launches_by_kind"]
 
 
 if __name__ == "__main__":

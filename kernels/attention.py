@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ready_jax.kernels import decode_attention as split
+from ready_jax.kernels import first_use
 from ready_jax.kernels.dispatch import Implementation, always, choose
 
 
@@ -63,7 +64,7 @@ def _rows(query_BTQH, key_BSGH, value_BSGH, begin_BT, end_BT, *, block=None, gat
 
 
 IMPLEMENTATIONS = (
-    Implementation("split", split.decode_attention, split.why_not),
+    Implementation("split", split.decode_attention, split.why_not, partial(first_use.attend_rows, _rows)),
     Implementation("rows", _rows, always),
     Implementation("interpret", partial(split.decode_attention, interpret=True), split.misfit),
 )

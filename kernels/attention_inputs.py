@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ready_jax.kernels import attention_inputs_fused as fused
+from ready_jax.kernels import first_use
 from ready_jax.kernels.dispatch import Implementation, always, choose
 
 
@@ -69,7 +70,7 @@ def _reference(fused_BTI, q_norm_H, k_norm_H, angles, key_BSGH, value_BSGH, leng
 
 
 IMPLEMENTATIONS = (
-    Implementation("fused", fused.attention_inputs, fused.why_not),
+    Implementation("fused", fused.attention_inputs, fused.why_not, partial(first_use.attention_inputs, _reference)),
     Implementation("reference", _reference, always),
     Implementation("interpret", partial(fused.attention_inputs, interpret=True), fused.misfit),
 )

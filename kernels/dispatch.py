@@ -6,13 +6,15 @@ reason that its own `why_not` states, and one that was asked for by name runs or
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
 
-#: `with platform("gpu"):` traces as if JAX's default backend were that one: to compile for a device that is not here, or
-#: to time a reference ("cpu") on one that is. Part of JAX's tracing key, so no trace is shared with another platform.
+#: `with platform("gpu"):` traces as if JAX's default backend were that one: to compile for a device that is not here,
+#: or to time a reference ("cpu") on one that is. Part of JAX's tracing key: no trace is shared with another platform.
 platform = jax.make_user_context(default_value=None)
 
 
@@ -23,12 +25,14 @@ class Implementation:
     `why_not(**facts)` returns None where the implementation runs, else a sentence that says what was found and what
     is needed ("platform is cpu; needs gpu"). Facts are what is known while tracing: platform, dtypes, sizes. It takes
     the facts that it does not care about in `**_`, and gives every fact but `platform` a default that means "not
-    known, no objection": the doctor asks with the platform alone.
+    known, no objection": the doctor asks with the platform alone. `check(call)` compares its values with a reference
+    (`first_use.py`) and raises; it runs once per process, when the implementation is first taken on a GPU.
     """
 
     name: str
     call: Any
     why_not: Callable[..., str | None]
+    check: Callable[[Any], None] | None = None
 
 
 def always(**_: object) -> None:
@@ -62,6 +66,24 @@ def choose(op: str, candidates: Sequence[Implementation], impl: str | None = Non
         raise NotImplementedError(f"{op}: impl={impl!r} was asked for by name and cannot run: {reasons[impl]}")
     for candidate in candidates:
         if candidate.name == impl or (impl is None and reasons[candidate.name] is None):
+            if candidate.check is not None and platform.value is None and jax.default_backend() == "gpu":
+                check_values(op, candidate)
             return candidate
     listed = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items()) or " it has none"
     raise NotImplementedError(f"{op}: no implementation can run here:{listed}")
+
+
+@cache
+def check_values(op: str, candidate: Implementation) -> None:
+    """Runs the implementation's check, outside whatever is being traced.
+
+    Raises:
+        RuntimeError: a value is wrong; the message names the op, the implementation and the device.
+    """
+    if candidate.check is None:
+        return
+    try:
+        with ThreadPoolExecutor(1) as pool:  # what is being traced is a matter of the thread
+            pool.submit(candidate.check, candidate.call).result()
+    except RuntimeError as error:
+        raise RuntimeError(f"{op}: {candidate.name!r} on {jax.devices()[0].device_kind}: {error}") from error

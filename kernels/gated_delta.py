@@ -16,10 +16,13 @@ head ``h`` serves memories ``h * M/K .. (h + 1) * M/K - 1``. State, gates and ar
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from ready_jax.kernels import (
+    first_use,
     gated_delta_chunk,
     gated_delta_fused,
     gated_delta_gluon,
@@ -30,9 +33,10 @@ from ready_jax.kernels.dispatch import Implementation, always, choose
 
 VERIFY = (Implementation("scan", gated_delta_reference, always),)
 PREFILL = (Implementation("chunk", gated_delta_chunk.prefill, always),)
+CHECK = partial(first_use.gated_delta_rows, gated_delta_rows)
 ROWS = (
-    Implementation("gluon", gated_delta_gluon, gated_delta_gluon.why_not),
-    Implementation("fused", gated_delta_fused, gated_delta_fused.why_not),
+    Implementation("gluon", gated_delta_gluon, gated_delta_gluon.why_not, CHECK),
+    Implementation("fused", gated_delta_fused, gated_delta_fused.why_not, CHECK),
     Implementation("scan", gated_delta_rows, always),
     Implementation("interpret", gated_delta_fused.Interpreted, gated_delta_fused.why_not_interpreted),
 )

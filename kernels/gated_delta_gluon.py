@@ -9,6 +9,7 @@ same sequence, ``fma(k, u, S * decay)``.
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from types import SimpleNamespace
 
 import jax
@@ -31,22 +32,49 @@ def why_not(*, key_dim=None, value_dim=None, **facts) -> str | None:
     return gated_delta_fused.why_not(key_dim=key_dim, value_dim=value_dim, **facts)
 
 
+class _Layouts:
+    """A CUDA backend of triton that leaves a Gluon module's layouts alone."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
+
+    def make_ttir(self, module, *_):
+        return module
+
+    def make_ttgir(self, module, metadata, options, capability):
+        return self.backend.gluon_to_ttgir(module, metadata, options, capability)
+
+
+@cache
 def _kernels() -> SimpleNamespace:
-    """jax-triton and the compiled functions, imported when first needed."""
+    """jax-triton and the compiled functions, imported when first needed, with two of its gaps closed.
+
+    jax-triton 0.4.1 looks up a constant of triton 3.7 that nothing here uses, and it compiles Gluon modules as if they
+    were Triton's: passes that choose layouts then replace those that the source states (correct, and 7 times slower).
+    """
     import triton.backends.nvidia.driver as driver
 
-    if not hasattr(driver, "TMA_TF32"):  # a constant of triton 3.7 that jax-triton 0.4 looks up and never uses here
+    if not hasattr(driver, "TMA_TF32"):
         driver.TMA_TF32 = 11  # type: ignore[attr-defined]
     import jax_triton
+    from jax_triton import triton_lib
 
     from ready_jax.kernels import gated_delta_gluon_source as source
 
+    compile_triton = triton_lib.compile_ttir_to_ptx_inplace
+
+    def compile_either(module, backend, *rest):
+        has_layouts = "ttg.num-warps" in str(module)
+        return compile_triton(module, _Layouts(backend) if has_layouts else backend, *rest)
+
+    triton_lib.compile_ttir_to_ptx_inplace = compile_either
     return SimpleNamespace(call=jax_triton.triton_call, rows=source.rows, commit=source.commit)
 
 
-def rows(
-    s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, keys: int, block: int = 32, warps: int = 4
-):
+def rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, keys: int, warps: int = 16):
     """Gated outputs [B, T, M*Y] of the rows, and their log. See :func:`ready_jax.kernels.gated_delta.rows`."""
     batch, tokens, columns = p_BTI.shape
     memories, width, values = s_BMXY.shape[1:]
@@ -55,17 +83,15 @@ def rows(
     def f32(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    key, u, decay, _, _, out = k.call(
-        p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, s_BMXY, jnp.zeros((batch * memories,), jnp.int32),
+    key, u, decay, out = k.call(
+        p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, s_BMXY,
         kernel=k.rows,
         out_type=[
             f32(batch, tokens, keys, width), f32(batch, tokens, memories, values), f32(batch, tokens, memories),
-            f32(batch, tokens, memories, values), jax.ShapeDtypeStruct((batch * memories,), jnp.int32),
             jax.ShapeDtypeStruct((batch, tokens, memories * values), p_BTI.dtype),
         ],
-        grid=(values // block, memories, batch), num_warps=warps, input_output_aliases={7: 4},
-        I=columns, C=conv_WC.shape[1], K=keys, M=memories, X=width, Y=values, T=tokens, BLOCK=block, WARPS=warps,
-        EPS=eps,
+        grid=(memories, batch), num_warps=warps,
+        ROW=columns, C=conv_WC.shape[1], K=keys, M=memories, X=width, Y=values, T=tokens, WARPS=warps, EPS=eps,
     )  # fmt: skip
     return out, Log(key, u, decay, p_BTI)
 
@@ -85,8 +111,8 @@ def commit(states, tails, logs, num_B, *, block: int = 32, warps: int = 4):
             out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*s, *tail)],
             grid=(memories * (values // block) + -(-tail[0].shape[2] // 1024), layers, batch),
             num_warps=warps, input_output_aliases={1 + 4 * layers + i: i for i in range(2 * layers)},
-            LAYERS=layers, I=log[0].p_BTI.shape[2], C=tail[0].shape[2], K=keys, M=memories, X=width, Y=values, T=tokens,
-            BLOCK=block, WARPS=warps,
+            LAYERS=layers, ROW=log[0].p_BTI.shape[2], C=tail[0].shape[2], K=keys, M=memories, X=width, Y=values,
+            T=tokens, BLOCK=block, WARPS=warps,
         )  # fmt: skip
         new_states += found[:layers]
         new_tails += found[layers:]

@@ -1,6 +1,6 @@
 """Gluon source of `gated_delta_gluon.py`; imported only where triton is there.
 
-A state tile [X, BLOCK] has all X in one warp: 8 lanes by 4 consecutive keys, four times over, and 4 lanes by 2 columns.
+A state tile has all its keys in one warp: 8 lanes by 4 consecutive keys, four times over, and 4 lanes by 2 columns.
 """
 
 from triton.experimental import gluon
@@ -13,15 +13,19 @@ def _silu(x):
 
 
 @gluon.jit
-def _convolved(p, tail, conv, at, I: gl.constexpr, C: gl.constexpr, T: gl.constexpr, N: gl.constexpr, L: gl.constexpr):
+def _convolved(
+    p, tail, conv, at, ROW: gl.constexpr, C: gl.constexpr, T: gl.constexpr, N: gl.constexpr, L: gl.constexpr
+):
     """[T, N] of channels ``at ..``: causal convolution of window 4, SiLU, rounded to the activation type; fp32."""
     t = gl.arange(0, T, layout=gl.SliceLayout(1, L))[:, None]
     c = at + gl.arange(0, N, layout=gl.SliceLayout(0, L))[None, :]
     total = gl.zeros([T, N], gl.float32, layout=L)
     for i in gl.static_range(4):
         row = t + (i - 3)
-        old = gl.load(tail + (row + 3) * C + c, mask=(row < 0) & (c >= 0), other=0.0)
-        new = gl.load(p + row * I + c, mask=(row >= 0) & (c >= 0), other=0.0)
+        before, _ = gl.broadcast(row < 0, c)
+        after, _ = gl.broadcast(row >= 0, c)
+        old = gl.load(tail + (row + 3) * C + c, mask=before, other=0.0)
+        new = gl.load(p + row * ROW + c, mask=after, other=0.0)
         x = gl.where(row < 0, old, new).to(gl.float32)
         w, x = gl.broadcast(gl.load(conv + i * C + c).to(gl.float32), x)
         total = gl.fma(x, w, total)
@@ -37,86 +41,82 @@ def _shared_rows(x):
 
 @gluon.jit
 def rows(
-    p, tail, conv, rate, bias, norm, s, count, k_log, u_log, decay_log, raw, out,
-    I: gl.constexpr, C: gl.constexpr, K: gl.constexpr, M: gl.constexpr, X: gl.constexpr, Y: gl.constexpr,
-    T: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr, EPS: gl.constexpr,
+    p, tail, conv, rate, bias, norm, s, k_log, u_log, decay_log, out,
+    ROW: gl.constexpr, C: gl.constexpr, K: gl.constexpr, M: gl.constexpr, X: gl.constexpr, Y: gl.constexpr,
+    T: gl.constexpr, WARPS: gl.constexpr, EPS: gl.constexpr,
 ):  # fmt: skip
-    S: gl.constexpr = gl.BlockedLayout([4, 2], [8, 4], [1, WARPS], [1, 0])  # state tile
-    R: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])  # rows of 128
-    V: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])  # rows of BLOCK
+    S: gl.constexpr = gl.BlockedLayout([4, 2], [8, 4], [1, WARPS], [1, 0])  # state
+    R: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])  # rows
     BY_KEY: gl.constexpr = gl.SliceLayout(1, S)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, S)
-    y = gl.program_id(0)
-    m = gl.program_id(1)
-    b = gl.program_id(2)
+    m = gl.program_id(0)
+    b = gl.program_id(1)
     head = m // (M // K)
-    p += b * T * I
+    p += b * T * ROW
     tail += b * 3 * C
     x_S = gl.arange(0, X, layout=BY_KEY)
-    y_S = y * BLOCK + gl.arange(0, BLOCK, layout=BY_COLUMN)
+    y_S = gl.arange(0, Y, layout=BY_COLUMN)
     # The state is on its way while the rows are prepared.
     state = gl.load(s + (b * M + m) * X * Y + x_S[:, None] * Y + y_S[None, :])
 
     t_R = gl.arange(0, T, layout=gl.SliceLayout(1, R))
     x_R = gl.arange(0, X, layout=gl.SliceLayout(0, R))
-    q = _convolved(p, tail, conv, head * X, I, C, T, X, R)
-    k = _convolved(p, tail, conv, (K + head) * X, I, C, T, X, R)
-    v = _convolved(p, tail, conv, 2 * K * X + m * Y + y * BLOCK, I, C, T, BLOCK, V)
+    q = _convolved(p, tail, conv, head * X, ROW, C, T, X, R)
+    k = _convolved(p, tail, conv, (K + head) * X, ROW, C, T, X, R)
+    v = _convolved(p, tail, conv, 2 * K * X + m * Y, ROW, C, T, Y, R)
+    gates: gl.constexpr = C + M * Y
+    strength = gl.load(p + t_R * ROW + gates + m).to(gl.float32)
+    a = gl.load(p + t_R * ROW + gates + M + m).to(gl.float32) + gl.load(bias + m).to(gl.float32)
+    z = gl.load(p + t_R[:, None] * ROW + C + m * Y + x_R[None, :])
     q = q * gl.rsqrt(gl.sum(q * q, axis=1) + 1e-6)[:, None] * (X**-0.5)
     k = k * gl.rsqrt(gl.sum(k * k, axis=1) + 1e-6)[:, None]
-    if (y == 0) & (m % (M // K) == 0):
+    if m % (M // K) == 0:
         gl.store(k_log + ((b * T + t_R[:, None]) * K + head) * X + x_R[None, :], k)
-    t_V = gl.arange(0, T, layout=gl.SliceLayout(1, V))
-    c_V = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, V))
-    gates: gl.constexpr = C + M * Y
-    strength = gl.load(p + t_V * I + gates + m).to(gl.float32)
-    a = gl.load(p + t_V * I + gates + M + m).to(gl.float32) + gl.load(bias + m).to(gl.float32)
     softplus = gl.maximum(a, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(a)))
     decay = gl.exp(-gl.exp(gl.load(rate + m).to(gl.float32)) * softplus)
     beta = 1.0 / (1.0 + gl.exp(-strength))
-    if y == 0:
-        gl.store(decay_log + (b * T + t_V) * M + m, decay)
-    overlap = gl.convert_layout(gl.sum(q * k, axis=1), gl.SliceLayout(1, V))
-    zero = gl.zeros([T, BLOCK], gl.float32, layout=V)
+    gl.store(decay_log + (b * T + t_R) * M + m, decay)
+    overlap = gl.sum(q * k, axis=1)
+    zero = gl.zeros([T, Y], gl.float32, layout=R)
     q_s = _shared_rows(q)
     k_s = _shared_rows(k)
     v_s = _shared_rows(v)
     decay_s = _shared_rows(zero + decay[:, None])
     beta_s = _shared_rows(zero + beta[:, None])
     overlap_s = _shared_rows(zero + overlap[:, None])
+    o_tile = gl.allocate_shared_memory(gl.float32, [T, Y], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    o_s = o_tile._reinterpret(gl.float32, [T, Y], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     gl.thread_barrier()
 
-    for t in range(T):  # not unrolled: code that runs once is bound by the fetching of instructions
+    for t in range(T):  # not unrolled: code that runs once waits for its instructions
         key = k_s.index(t).load(BY_KEY)[:, None]
         query = q_s.index(t).load(BY_KEY)[:, None]
         state = state * decay_s.index(t).load(BY_COLUMN)[None, :]
         read = gl.sum(state * key, axis=0)
         seen = gl.sum(state * query, axis=0)
         u = (v_s.index(t).load(BY_COLUMN) - read) * beta_s.index(t).load(BY_COLUMN)
+        o_s.index(t).store(gl.fma(overlap_s.index(t).load(BY_COLUMN), u, seen))  # S^T q after the write
+        gl.store(u_log + ((b * T + t) * M + m) * Y + y_S, u)
         key, write = gl.broadcast(key, u[None, :])
         state = gl.fma(key, write, state)
-        at = ((b * T + t) * M + m) * Y + y_S
-        gl.store(u_log + at, u)
-        gl.store(raw + at, gl.fma(overlap_s.index(t).load(BY_COLUMN), u, seen))  # S^T q after the write
 
     gl.thread_barrier()
-    if gl.atomic_add(count + b * M + m, 1) == Y // BLOCK - 1:
-        o = gl.load(raw + ((b * T + t_R[:, None]) * M + m) * Y + x_R[None, :], cache_modifier=".cg")
-        o = o.to(gl.bfloat16).to(gl.float32)
-        o = (o * gl.rsqrt(gl.sum(o * o, axis=1) * (1.0 / Y) + EPS)[:, None]).to(gl.bfloat16)
-        o = (o * gl.load(norm + x_R).to(gl.bfloat16)[None, :]).to(gl.float32)
-        z = gl.load(p + t_R[:, None] * I + C + m * Y + x_R[None, :]).to(gl.float32)
-        gl.store(out + (b * T + t_R[:, None]) * M * Y + m * Y + x_R[None, :], (o * _silu(z)).to(gl.bfloat16))
-        gl.store(count + b * M + m, 0)
+    o = o_tile.load(R).to(gl.bfloat16).to(gl.float32)
+    o = (o * gl.rsqrt(gl.sum(o * o, axis=1) * (1.0 / Y) + EPS)[:, None]).to(gl.bfloat16)
+    o = (o * gl.load(norm + x_R).to(gl.bfloat16)[None, :]).to(gl.float32)
+    gl.store(out + (b * T + t_R[:, None]) * M * Y + m * Y + x_R[None, :], (o * _silu(z.to(gl.float32))).to(gl.bfloat16))
 
 
 @gluon.jit
 def commit(
     num, k, u, decay, p, s, tail,
-    LAYERS: gl.constexpr, I: gl.constexpr, C: gl.constexpr, K: gl.constexpr, M: gl.constexpr, X: gl.constexpr,
+    LAYERS: gl.constexpr, ROW: gl.constexpr, C: gl.constexpr, K: gl.constexpr, M: gl.constexpr, X: gl.constexpr,
     Y: gl.constexpr, T: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    S: gl.constexpr = gl.BlockedLayout([4, 2], [8, 4], [1, WARPS], [1, 0])
+    S: gl.constexpr = gl.BlockedLayout([4, 4], [8, 4], [2, WARPS // 2], [1, 0])
+    R: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    BY_KEY: gl.constexpr = gl.SliceLayout(1, S)
+    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     part = gl.program_id(0)
     layer = gl.program_id(1)
     b = gl.program_id(2)
@@ -138,15 +138,20 @@ def commit(
     if n > 0:
         if part < M * (Y // BLOCK):
             m = part // (Y // BLOCK)
-            x = gl.arange(0, X, layout=gl.SliceLayout(1, S))
-            y = (part % (Y // BLOCK)) * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, S))
+            x = gl.arange(0, X, layout=BY_KEY)
+            y = (part % (Y // BLOCK)) * BLOCK + gl.arange(0, BLOCK, layout=BY_COLUMN)
             here = s_l + (b * M + m) * X * Y + x[:, None] * Y + y[None, :]
             state = gl.load(here)
-            for t in range(n):
-                key = gl.load(k_l + ((b * T + t) * K + m // (M // K)) * X + x)
-                write = gl.load(u_l + ((b * T + t) * M + m) * Y + y)
-                key, write = gl.broadcast(key[:, None], write[None, :])
-                state = gl.fma(key, write, state * gl.load(decay_l + (b * T + t) * M + m))
+            t = gl.arange(0, T, layout=gl.SliceLayout(1, R))[:, None]
+            column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, R))[None, :]
+            key_row = gl.arange(0, X, layout=gl.SliceLayout(0, R))[None, :]
+            k_s = _shared_rows(gl.load(k_l + ((b * T + t) * K + m // (M // K)) * X + key_row))
+            u_s = _shared_rows(gl.load(u_l + ((b * T + t) * M + m) * Y + (part % (Y // BLOCK)) * BLOCK + column))
+            decay_s = _shared_rows(gl.load(decay_l + (b * T + t) * M + m + 0 * column))
+            gl.thread_barrier()
+            for row in range(n):
+                key, write = gl.broadcast(k_s.index(row).load(BY_KEY)[:, None], u_s.index(row).load(BY_COLUMN)[None, :])
+                state = gl.fma(key, write, state * decay_s.index(row).load(BY_COLUMN)[None, :])
             gl.store(here, state)
         else:
             # The convolution's last three inputs: rows n .. n + 2 of [tail ; rows], all read before any is written.
@@ -154,12 +159,12 @@ def commit(
             c = (part - M * (Y // BLOCK)) * 1024 + gl.arange(0, 1024, layout=L)
             inside = c < C
             old_l = tail_l + b * 3 * C + c
-            new_l = p_l + b * T * I + c
+            new_l = p_l + b * T * ROW + c
             first = gl.where(n < 3, gl.load(old_l + n * C, mask=inside & (n < 3), other=0.0),
-                             gl.load(new_l + (n - 3) * I, mask=inside & (n >= 3), other=0.0))  # fmt: skip
+                             gl.load(new_l + (n - 3) * ROW, mask=inside & (n >= 3), other=0.0))  # fmt: skip
             second = gl.where(n < 2, gl.load(old_l + (n + 1) * C, mask=inside & (n < 2), other=0.0),
-                              gl.load(new_l + (n - 2) * I, mask=inside & (n >= 2), other=0.0))  # fmt: skip
-            third = gl.load(new_l + (n - 1) * I, mask=inside)
+                              gl.load(new_l + (n - 2) * ROW, mask=inside & (n >= 2), other=0.0))  # fmt: skip
+            third = gl.load(new_l + (n - 1) * ROW, mask=inside)
             gl.store(old_l, first, mask=inside)
             gl.store(old_l + C, second, mask=inside)
             gl.store(old_l + 2 * C, third, mask=inside)

@@ -13,13 +13,15 @@ from functools import partial
 
 from jaxtyping import Array, Float, Int
 
+from ready_jax.kernels import first_use
 from ready_jax.kernels import markov_step_fused as fused
 from ready_jax.kernels import markov_step_reference as reference
 from ready_jax.kernels.dispatch import Implementation, always, choose
 from ready_jax.kernels.pallas_triton import gpu_only
 
+CHECK = partial(first_use.markov_step, reference.step)
 IMPLEMENTATIONS = (
-    Implementation("fused", fused.step, lambda **facts: gpu_only(**facts) or fused.why_not(**facts)),
+    Implementation("fused", fused.step, lambda **facts: gpu_only(**facts) or fused.why_not(**facts), CHECK),
     Implementation("reference", reference.step, always),
     Implementation("interpret", partial(fused.step, interpret=True), always),
 )

@@ -19,18 +19,23 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
+from ready_jax.kernels import first_use
 from ready_jax.kernels import state_read_fused as fused
 from ready_jax.kernels import state_read_reference as reference
 from ready_jax.kernels.dispatch import Implementation, always, choose
 from ready_jax.kernels.pallas_triton import gpu_only
 
+CHECK_PREPARE = partial(first_use.state_prepare, reference.prepare)
+CHECK_READ = partial(first_use.state_read, reference.read)
 PREPARE = (
-    Implementation("fused", fused.prepare, lambda **facts: gpu_only(**facts) or fused.why_not_prepare(**facts)),
+    Implementation(
+        "fused", fused.prepare, lambda **facts: gpu_only(**facts) or fused.why_not_prepare(**facts), CHECK_PREPARE
+    ),
     Implementation("reference", reference.prepare, always),
     Implementation("interpret", partial(fused.prepare, interpret=True), fused.why_not_prepare),
 )
 READ = (
-    Implementation("fused", fused.read, lambda **facts: gpu_only(**facts) or fused.why_not_read(**facts)),
+    Implementation("fused", fused.read, lambda **f: gpu_only(**f) or fused.why_not_read(**f), CHECK_READ),
     Implementation("reference", reference.read, always),
     Implementation("interpret", partial(fused.read, interpret=True), fused.why_not_read),
 )

@@ -1,0 +1,94 @@
+"""Fused kernels are compared with their reference the first time a process takes them on a device.
+
+Compilers have miscompiled kernels in silence before; a small random case costs a second once and makes that an error.
+Inputs are fresh in every process. Each ``check`` gets the implementation's ``call``; `dispatch.choose` runs it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+
+def _compare(call: Callable, reference: Callable, arguments: tuple, bound: float) -> None:
+    """Raises RuntimeError where any output is further than ``bound`` from the reference, relative to its largest."""
+    options = {"xla_allow_excess_precision": False}  # bf16 is rounded where the code says so
+    found, wanted = (jax.tree.leaves(jax.jit(f, compiler_options=options)(*arguments)) for f in (call, reference))
+    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        error = float(jnp.max(jnp.abs(a - b))) / max(float(jnp.max(jnp.abs(b))), 1e-6)
+        if not error <= bound:  # NaN is not
+            raise RuntimeError(
+                f"output {i} of {a.shape} is off by {error:.2e} of its largest value, at most {bound:.0e} is right: "
+                "this compiler or device computes the kernel wrongly"
+            )
+
+
+def _normal(*shapes, scale=1.0, dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(time.time_ns() & 0xFFFFFFFF), len(shapes))
+    return [(jax.random.normal(key, shape) * scale).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def gated_delta_rows(reference, module) -> None:
+    """Eight rows on four memories of two key heads, and the commit of three and of all of them."""
+    p, tail, conv = _normal((2, 8, 1664), (2, 3, 1024), (4, 1024))
+    s, rate, bias, norm = _normal((2, 4, 128, 128), (4,), (4,), (128,), scale=0.3, dtype=jnp.float32)
+
+    def run(rows, commit, s, tail):
+        out, log = rows(s, p, tail, conv, rate, bias, norm.astype(p.dtype), 1e-6, keys=2)
+        return out, commit([s, s], [tail, tail * 2], [log, log], jnp.array([3, 8]))
+
+    both = (partial(run, x.rows, x.commit) for x in (module, reference))
+    _compare(*both, (s, tail), 2e-2)
+
+
+def attend_rows(reference, call) -> None:
+    """Eight rows over 150 slots, with and without a block of the drafter's."""
+    q, gate, k, v, bk, bv = _normal((2, 8, 6, 64), (2, 8, 6, 64), *[(2, 150, 2, 64)] * 2, *[(2, 7, 2, 64)] * 2)
+    end = jnp.array([[100], [140]]) + jnp.arange(1, 9)[None]
+    begin = jnp.zeros_like(end)
+
+    def run(call, q, k, v):
+        return (
+            call(q, k, v, begin, end, block=None, gate_BTQH=gate),
+            call(q, k, v, begin + 30, end, block=(bk, bv), gate_BTQH=None),
+        )
+
+    _compare(partial(run, call), partial(run, reference), (q, k, v), 2e-2)
+
+
+def attention_inputs(reference, call) -> None:
+    fused, k, v = _normal((2, 8, (2 * 6 + 2 * 2) * 64), (2, 80, 2, 64), (2, 80, 2, 64))
+    q_norm, k_norm = _normal((64,), (64,), scale=0.1)
+    angle = jnp.linspace(0.0, 9.0, 2 * 8 * 8).reshape(2, 8, 1, 8)
+    run = partial(lambda call, *x: call(x[0], q_norm, k_norm, (jnp.cos(angle), jnp.sin(angle)), *x[1:], eps=1e-6))
+    both = (partial(run, x) for x in (call, reference))
+    _compare(*both, (fused, k, v, jnp.array([5, 70])), 2e-2)
+
+
+def markov_step(reference, call) -> None:
+    """Tokens must be the same: the best logit leads by more than rounding."""
+    base, w2, w1 = _normal((1, 7, 5000), (256, 5000), (5000, 256))
+    latent = w1[:1]
+    base = base.astype(jnp.float32).at[0, 3, 4321].set(1e4)
+    run = partial(lambda call, *x: call(x[0], 3, *x[1:], None))
+    _compare(partial(run, call), partial(run, reference), (base, latent, w2, w1), 1e-6)
+
+
+def state_prepare(reference, call) -> None:
+    s, u, v = _normal((1, 4, 128, 128), (8, 128, 8), (8, 128, 8), dtype=jnp.float32)
+    run = partial(
+        lambda call, s, u, v: call((s, s * 2), u, v, width=128, eps=1e-6, heads=None, rms_axes="head", feature="pair")
+    )
+    _compare(partial(run, call), partial(run, reference), (s, u, v), 1e-4)
+
+
+def state_read(reference, call) -> None:
+    latent, gain = _normal((1, 7, 64), (8, 8))
+    a, scale = _normal((1, 8, 8, 8), (1, 8), dtype=jnp.float32)
+    run = partial(lambda call, *x: call(*x, eps=1e-6, norm_axes="rank"))
+    _compare(partial(run, call), partial(run, reference), (latent, gain, a, scale), 2e-2)

@@ -328,7 +328,7 @@ class Bench:
         options = self.options
         each = Kernels(
             self.preset, self.config, batch=options.batch, slots=options.kernel_context,
-            turns=options.kernel_turns, windows=options.windows, options=self.xla,
+            turns=tuple(options.kernel_turns), windows=options.windows, options=self.xla,
         )  # fmt: skip
         for name, measurement in each.measure().items():
             self.attempt(name, lambda name=name, measurement=measurement: self.record.update({name: measurement()}))

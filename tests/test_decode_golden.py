@@ -36,7 +36,7 @@ def test_rounds_equal_the_reference_loop(pair, case):
     target, drafter = pair
     prompt, budget = case["prompt"], case["max_new_tokens"]
     limit = tiny.limits(budget, stop=case["stop_token_ids"] or (), threshold=case["confidence_threshold"])
-    run = tiny.generate(target, drafter, [prompt], limit)
+    run = tiny.generate(target, drafter, [prompt], limit, width=64)
     assert tiny.tokens(run) == case["output_ids"][len(prompt) :]
     stopped = FINISH_REASONS[int(run.finish_B[0])] == "stop"
     emitted, wanted = tiny.per_round(run, "emitted"), case["acceptance_lengths"]

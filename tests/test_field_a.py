@@ -25,7 +25,6 @@ from ready_jax.generation import (
     mean_accepted_drafts,
     survival,
 )
-from ready_jax.pair import Pair
 from ready_jax.programs import EXACT
 from ready_jax.pytree import register
 from ready_jax.state import SPARE_ROWS, commit
@@ -34,7 +33,6 @@ from ready_jax.verify import FINISH_REASONS
 BLOCK, CAPACITY, WIDTH, VOCAB = 7, 256, 272, 97
 OWN = -1  # in a script: the drafter's own proposals
 PLENTY = 1000
-FOUR = dict(layer_types=(LINEAR, LINEAR, LINEAR, FULL))
 
 
 @register
@@ -75,11 +73,11 @@ class Puppet:
 
 
 def model():
-    return tiny.target(**FOUR)
+    return tiny.target(layer_types=(LINEAR, FULL))
 
 
 def inner(**changes):
-    return tiny.drafter(config=model().config, taps=(0, 1, 2), num_target_layers=4, **changes)
+    return tiny.drafter(config=model().config, taps=(-1, 0), num_target_layers=2, **changes)
 
 
 @functools.cache
@@ -291,21 +289,21 @@ def test_a04_what_nobody_committed_may_be_nan(accept):
             assert buffer is None or np.isfinite(buffer).all()
     assert tiny.per_round(run, "accepted") == [accept] * 5
     assert np.isnan(
-        np.asarray(run.state.key[3])[:, int(run.state.length_B[0]) :]
+        np.asarray(run.state.key[1])[:, int(run.state.length_B[0]) :]
     ).all()  # the poison was there: rejected rows, unused slots
 
 
 # A06
 
 
-def speculation_equals_plain(prompts, count):
+def speculation_equals_plain(prompts, count, lookup: bool):
     """Batches of five, an untrained drafter and prompt lookup; also one by one through passes of a single row."""
     accepted = 0
     for start in range(0, len(prompts), 5):
         some = prompts[start : start + 5]
         wanted = [text(ids, count) for ids in some]
         limit = tiny.limits(count, batch=5)
-        for drafter in (puppet(some, wanted, OWN), PromptLookup()):
+        for drafter in (puppet(some, wanted, OWN), *([PromptLookup()] if lookup else [])):
             run = tiny.generate(model(), drafter, some, limit)
             assert [tiny.tokens(run, b) for b in range(5)] == wanted
             assert [FINISH_REASONS[int(f)] for f in run.finish_B] == ["length"] * 5
@@ -317,12 +315,12 @@ def speculation_equals_plain(prompts, count):
 
 def test_a06_greedy_speculation_is_plain_greedy():
     prompts = [tiny.prompt(3 + i % 27, seed=30 + i) for i in range(10)]
-    assert speculation_equals_plain(prompts, 60) > 0
+    assert speculation_equals_plain(prompts, 60, lookup=False) > 0  # lookup at each run: test_baselines.py
 
 
 @pytest.mark.slow
 def test_a06_twenty_prompts_of_two_hundred_tokens():
-    assert speculation_equals_plain([tiny.prompt(3 + i, seed=30 + i) for i in range(20)], 200) > 20
+    assert speculation_equals_plain([tiny.prompt(3 + i, seed=30 + i) for i in range(20)], 200, lookup=True) > 20
 
 
 # A08
@@ -374,28 +372,19 @@ def test_a10_exactly_so_many_tokens_and_no_counter_speaks_of_others(count):
 # A14
 
 
-def only(results) -> Generation:
-    (result,) = results
-    return result
-
-
-def test_a14_beyond_its_own_positions_the_drafter_is_silent():
-    """Block of 7 from position 41 is the last that fits into 48."""
-    target = tiny.target(layer_types=(LINEAR, FULL), max_position_embeddings=64)
-    ids = tiny.prompt(40)
-    wanted = tiny.Plain(target, 64).greedy(ids, 20)
-    drafter = tiny.drafter(config=target.config, taps=(0,), num_target_layers=2, max_position_embeddings=48)
-    pair = Pair(target, puppet([ids], [wanted], [[0, 0, 7, 7, 7]], drafter=drafter))
-    result = only(pair.generate([ids], max_new_tokens=20, stop_token_ids=[]))
-    assert result.token_ids == wanted
-    assert result.finish_reason == "length"
-    assert result.proposed_per_round == [7, 7] + [0] * 17
-    assert result.accepted_per_round == [0] * 19
-    further = pair.with_drafter(puppet([ids], [wanted], [[0, 7, 7, 7, 7]], drafter=drafter))
-    result = only(further.generate([ids], max_new_tokens=20, stop_token_ids=[]))
-    assert (result.token_ids, result.timing.num_compiles) == (wanted, 0)
-    assert result.proposed_per_round == [7, 7] + [0] * 10
-    assert result.accepted_per_round == [0, 7] + [0] * 10
+@pytest.mark.parametrize("counts", [[0, 0, 7, 7, 7], [0, 7, 7, 7, 7]])
+def test_a14_beyond_its_own_positions_the_drafter_is_silent(counts):
+    """Block of 7 from position 31 is the last that fits into 38. Of a pair with such a drafter: test_pair.py."""
+    ids = tiny.prompt(30)
+    wanted, drafter = text(ids, 20), puppet([ids], [text(ids, 20)], [counts])
+    tiny.generate(model(), drafter, [ids], tiny.limits(20))
+    before = [program.num_compiles for program in tiny.shared_programs()]
+    run = tiny.generate(model(), drafter, [ids], tiny.limits(20, reach=38))
+    right = counts[1]
+    silent = 18 - 1 - right  # rounds of one token each
+    proposed, accepted, emitted = [7, 7] + [0] * silent, [0, right] + [0] * silent, [1, 1 + right] + [1] * silent
+    assert found(run) == (wanted, "length", proposed, accepted, emitted)
+    assert [program.num_compiles for program in tiny.shared_programs()] == before
 
 
 # A16
@@ -427,8 +416,7 @@ def test_a16_padding_leaves_no_trace():
     _, fed = plain().feed(ids)
     for run in (alone, padded, beside):
         tiny.memory_close(row_of(run.state, 0), fed)
-        found, wanted_state = (replace(x.state, key=(), value=()) for x in (run, alone))
-        tiny.memory_close(row_of(found, 0), wanted_state, 1e-5)  # states and conv tails
+        tiny.memory_close(row_of(run.state, 0), alone.state, 1e-5)
         assert int(run.context.length_B[0]) == 6
         for name in ("key", "value"):
             for a, b in zip(getattr(run.context, name), getattr(alone.context, name), strict=True):
@@ -450,7 +438,7 @@ def test_a18_prompts_shorter_than_the_convolution(length, counts):
     run = tiny.generate(model(), drafter, [ids], limit, rounds=0)
     tiny.memory_close(run.state, plain().feed(ids)[1])  # one token at a time: a prefill cut 1 + 1 + 1
     window = model().config.linear_conv_kernel_dim - 1
-    for tail in run.state.conv[:3]:
+    for tail in run.state.conv[:1]:
         assert tail.shape == (1, window, model().config.conv_channels)
         assert not np.asarray(tail)[:, : window - length].any()
         assert (np.abs(tail[:, window - length :]).max(axis=-1) > 0).all()
@@ -552,7 +540,7 @@ def test_a_memory_that_fills_up_in_mid_block():
     assert found(run) == (wanted, "capacity", [7] * 31, [7] * 30 + [4], [8] * 30 + [4])
     assert (len(wanted), int(run.state.length_B[0]), int(run.context.length_B[0])) == (245, 256, 256)
     tiny.memory_close(run.state, plain().feed(ids + wanted[:-1])[1])
-    key = run.state.key[3]
+    key = run.state.key[1]
     assert key.shape[1] == CAPACITY + SPARE_ROWS
     last_pass = 12 + 30 * 8
     assert (np.asarray(key[:, last_pass + BLOCK + 1 :]) == 7.0).all()
@@ -563,7 +551,7 @@ def test_a_memory_that_fills_up_in_mid_block():
 @functools.cache
 def ragged():
     """Five rows that end for every reason: (prompts, texts, accept by place, confidence, budgets, stop id)."""
-    prompts = [tiny.prompt(n, seed=1) for n in (11, 3, 30, 1, 17)]
+    prompts = [tiny.prompt(n, seed=6) for n in (11, 3, 30, 1, 17)]
     texts = [text(ids) for ids in prompts]
     rng = np.random.default_rng(4)
     accept = rng.integers(0, BLOCK + 1, (5, WIDTH))

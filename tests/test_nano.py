@@ -1,5 +1,6 @@
 """The shipped pair: it loads without arguments, decodes bit-identically, and its demo runs."""
 
+import functools
 from itertools import pairwise
 
 import jax
@@ -9,11 +10,18 @@ import ready_jax
 from ready_jax.serve import demo, exact
 
 
+@functools.cache
+def loaded(dtype: str):
+    """The pair, a loop that keeps its programs, and four prompts."""
+    pair = ready_jax.load(dtype=dtype)
+    return pair, exact.Loop(pair), exact.shipped_prompts(pair, 4)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nano_speculates_bit_identically(dtype):
     """4 prompts x 64 tokens; ``make exact`` does 40 x 200 and every pair of acceptance counts."""
-    pair = ready_jax.load(dtype=dtype)
-    found = exact.compare_drafter(pair, exact.shipped_prompts(pair, 4), 64)
+    pair, loop, prompts = loaded(dtype)
+    found = exact.compare_drafter(pair, prompts, 64, loop)
     assert found.mismatches == dict(tokens=0, logits=0, lengths=0, memory=0)
     assert (found.prompts, found.tokens) == (4, 4 * 64)
     assert found.logits == 4 * 64 * pair.target.config.vocab_size
@@ -29,9 +37,8 @@ def test_the_walk_over_acceptance_counts_holds_every_pair_once():
 
 def test_the_comparison_counts_what_differs():
     """One bit of one logit, one token, one memory value."""
-    pair = ready_jax.load(dtype="float32")
-    loop = exact.Loop(pair)
-    run = loop.run(None, exact.shipped_prompts(pair, 1), [4], 256)
+    _, loop, prompts = loaded("float32")
+    run = loop.run(None, prompts, [4] * 4, 256)  # the shapes of the test above: nothing is compiled
     assert run.logits_BNV is not None
     other = jax.tree.map(lambda x: x, run)
     object.__setattr__(other, "logits_BNV", run.logits_BNV.at[0, 2, 5].multiply(1 + 2.0**-22))

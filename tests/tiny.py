@@ -196,11 +196,12 @@ def shared_programs() -> tuple[Program, Program]:
 
 
 def generate(
-    model, drafting, prompts: list[list[int]], limit: Limits, *, capacity=256, rounds=2**31 - 1, keep_logits=False
-):
+    model, drafting, prompts: list[list[int]], limit: Limits, *,
+    capacity=256, rounds=2**31 - 1, keep_logits=False, width=32,
+):  # fmt: skip
     """The decode loop on token ids: what ``Pair`` does, without buckets and text."""
     start, go_on = shared_programs()
-    token_BT, num_B = padded(prompts, max(32, max(len(p) for p in prompts)))
+    token_BT, num_B = padded(prompts, max(width, max(len(p) for p in prompts)))
     run = start(
         target=model, drafter=drafting, token_BT=token_BT, num_B=num_B, limits=limit, capacity=capacity,
         keep_logits=keep_logits,

@@ -1,8 +1,7 @@
 """Answers of the target itself to training prompts: what a drafter must learn to predict.
 
 DSpark trains on regenerated answers (arXiv 2607.05147, section 4.1). Evaluation here is greedy, so most answers are
-greedy and a share is sampled at a temperature. Rows of a batch are independent prompts of their own length, left
-unpadded through ``num_B``; one row is verified per step, and a batch ends when its last row does.
+greedy and a share is sampled at a temperature.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ready_jax.configs.drafter_training import RegenerateConfig
-from ready_jax.programs import EXACT
-from ready_jax.state import commit, init_state
 from ready_jax.train.corpus import Corpus
-from ready_jax.verify import is_stop
+from ready_jax.train.greedy import generate_rows
 
 
 @dataclass(frozen=True)
@@ -30,46 +26,6 @@ class Prompt:
 
     document: int
     length: int
-
-
-@partial(jax.jit, static_argnames=("new_tokens",), compiler_options=EXACT)
-def generate_rows(target, key, token_BT, num_B, temperature_B, budget_B, stop_L, *, new_tokens: int):
-    """(tokens [B, new_tokens], how many, whether a stop token ended them); 0 temperature is exactly greedy.
-
-    Sampling adds temperature-scaled Gumbel noise to the logits before the argmax. The stop token is among the tokens.
-    """
-    batch, tokens = token_BT.shape
-    state = init_state(target.config, batch, tokens + new_tokens, dtype=target.dtype)
-    out, state = target.prefill(token_BT, state, num_B)
-
-    def pick(key, hidden_B1D):
-        logits_BV = target.unembed(hidden_B1D)[:, 0]
-        noise_BV = jax.random.gumbel(key, logits_BV.shape)
-        logits_BV = jnp.where(temperature_B[:, None] > 0, logits_BV + temperature_B[:, None] * noise_BV, logits_BV)
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-
-    def running(carry):
-        _, _, _, _, done_B, step = carry
-        return (step < new_tokens) & ~jnp.all(done_B)
-
-    def body(carry):
-        state, newest_B, token_BN, count_B, done_B, step = carry
-        out, pending = target.verify(newest_B[:, None], state)
-        state = commit(state, pending, jnp.where(done_B, 0, 1))
-        newest_B = jnp.where(done_B, newest_B, pick(jax.random.fold_in(key, step), out.hidden_BTD))
-        token_BN = token_BN.at[:, step].set(jnp.where(done_B, 0, newest_B))
-        count_B = count_B + jnp.where(done_B, 0, 1)
-        done_B = done_B | is_stop(newest_B, stop_L) | (count_B >= budget_B)
-        return state, newest_B, token_BN, count_B, done_B, step + 1
-
-    last_B1D = jnp.take_along_axis(out.hidden_BTD, (num_B - 1)[:, None, None], axis=1)
-    first_B = pick(jax.random.fold_in(key, 0), last_B1D)
-    live_B = budget_B > 0
-    token_BN = jnp.zeros((batch, new_tokens), jnp.int32).at[:, 0].set(jnp.where(live_B, first_B, 0))
-    done_B = ~live_B | is_stop(first_B, stop_L) | (budget_B <= 1)
-    carry = (state, first_B, token_BN, live_B.astype(jnp.int32), done_B, jnp.ones((), jnp.int32))
-    _, newest_B, token_BN, count_B, _, _ = jax.lax.while_loop(running, body, carry)
-    return token_BN, count_B, live_B & is_stop(newest_B, stop_L)
 
 
 def choose_prompts(corpus: Corpus, config: RegenerateConfig) -> list[Prompt]:

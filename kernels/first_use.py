@@ -9,15 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-def _compare(call: Callable, reference: Callable, arguments: tuple, bound: float) -> None:
-    """Raises RuntimeError where any output is further than ``bound`` from the reference, relative to its largest."""
+def _compare(run: Callable, call, reference, arguments: tuple, bound: float) -> None:
+    """Raises RuntimeError where an output of ``run(call, *arguments)`` is further than ``bound`` from the
+    reference's, relative to its largest value."""
     options = {"xla_allow_excess_precision": False}  # bf16 is rounded where the code says so
-    found, wanted = (jax.tree.leaves(jax.jit(f, compiler_options=options)(*arguments)) for f in (call, reference))
+    found, wanted = (
+        jax.tree.leaves(jax.jit(partial(run, x), compiler_options=options)(*arguments)) for x in (call, reference)
+    )
     for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         error = float(jnp.max(jnp.abs(a - b))) / max(float(jnp.max(jnp.abs(b))), 1e-6)
@@ -28,7 +32,7 @@ def _compare(call: Callable, reference: Callable, arguments: tuple, bound: float
             )
 
 
-def _normal(*shapes, scale=1.0, dtype=jnp.bfloat16):
+def _normal(*shapes, scale=1.0, dtype=jnp.bfloat16) -> list[Any]:
     keys = jax.random.split(jax.random.key(time.time_ns() & 0xFFFFFFFF), len(shapes))
     return [(jax.random.normal(key, shape) * scale).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
 
@@ -38,12 +42,11 @@ def gated_delta_rows(reference, module) -> None:
     p, tail, conv = _normal((2, 8, 1664), (2, 3, 1024), (4, 1024))
     s, rate, bias, norm = _normal((2, 4, 128, 128), (4,), (4,), (128,), scale=0.3, dtype=jnp.float32)
 
-    def run(rows, commit, s, tail):
-        out, log = rows(s, p, tail, conv, rate, bias, norm.astype(p.dtype), 1e-6, keys=2)
-        return out, commit([s, s], [tail, tail * 2], [log, log], jnp.array([3, 8]))
+    def run(module, s, tail):
+        out, log = module.rows(s, p, tail, conv, rate, bias, norm.astype(p.dtype), 1e-6, keys=2)
+        return out, module.commit([s, s], [tail, tail * 2], [log, log], jnp.array([3, 8]))
 
-    both = (partial(run, x.rows, x.commit) for x in (module, reference))
-    _compare(*both, (s, tail), 2e-2)
+    _compare(run, module, reference, (s, tail), 2e-2)
 
 
 def attend_rows(reference, call) -> None:
@@ -58,37 +61,48 @@ def attend_rows(reference, call) -> None:
             call(q, k, v, begin + 30, end, block=(bk, bv), gate_BTQH=None),
         )
 
-    _compare(partial(run, call), partial(run, reference), (q, k, v), 2e-2)
+    _compare(run, call, reference, (q, k, v), 2e-2)
 
 
 def attention_inputs(reference, call) -> None:
+    """Eight rows of six heads, written at slots 5 and 70 of 80."""
     fused, k, v = _normal((2, 8, (2 * 6 + 2 * 2) * 64), (2, 80, 2, 64), (2, 80, 2, 64))
     q_norm, k_norm = _normal((64,), (64,), scale=0.1)
     angle = jnp.linspace(0.0, 9.0, 2 * 8 * 8).reshape(2, 8, 1, 8)
-    run = partial(lambda call, *x: call(x[0], q_norm, k_norm, (jnp.cos(angle), jnp.sin(angle)), *x[1:], eps=1e-6))
-    both = (partial(run, x) for x in (call, reference))
-    _compare(*both, (fused, k, v, jnp.array([5, 70])), 2e-2)
+
+    def run(call, fused, *memory):
+        return call(fused, q_norm, k_norm, (jnp.cos(angle), jnp.sin(angle)), *memory, eps=1e-6)
+
+    _compare(run, call, reference, (fused, k, v, jnp.array([5, 70])), 2e-2)
 
 
 def markov_step(reference, call) -> None:
-    """Tokens must be the same: the best logit leads by more than rounding."""
+    """The token must be the same: the best logit leads by more than rounding."""
     base, w2, w1 = _normal((1, 7, 5000), (256, 5000), (5000, 256))
-    latent = w1[:1]
     base = base.astype(jnp.float32).at[0, 3, 4321].set(1e4)
-    run = partial(lambda call, *x: call(x[0], 3, *x[1:], None))
-    _compare(partial(run, call), partial(run, reference), (base, latent, w2, w1), 1e-6)
+
+    def run(call, base, latent, w2, w1):
+        return call(base, 3, latent, w2, w1, None)
+
+    _compare(run, call, reference, (base, w1[:1], w2, w1), 1e-6)
 
 
 def state_prepare(reference, call) -> None:
+    """Two layers of four memories at rank 8."""
     s, u, v = _normal((1, 4, 128, 128), (8, 128, 8), (8, 128, 8), dtype=jnp.float32)
-    run = partial(
-        lambda call, s, u, v: call((s, s * 2), u, v, width=128, eps=1e-6, heads=None, rms_axes="head", feature="pair")
-    )
-    _compare(partial(run, call), partial(run, reference), (s, u, v), 1e-4)
+
+    def run(call, s, u, v):
+        return call((s, s * 2), u, v, width=128, eps=1e-6, heads=None, rms_axes="head", feature="pair")
+
+    _compare(run, call, reference, (s, u, v), 1e-4)
 
 
 def state_read(reference, call) -> None:
+    """Seven positions, eight pairs at rank 8."""
     latent, gain = _normal((1, 7, 64), (8, 8))
     a, scale = _normal((1, 8, 8, 8), (1, 8), dtype=jnp.float32)
-    run = partial(lambda call, *x: call(*x, eps=1e-6, norm_axes="rank"))
-    _compare(partial(run, call), partial(run, reference), (latent, gain, a, scale), 2e-2)
+
+    def run(call, *arguments):
+        return call(*arguments, eps=1e-6, norm_axes="rank")
+
+    _compare(run, call, reference, (latent, gain, a, scale), 2e-2)

@@ -6,6 +6,7 @@ three shuffles, and rows already normalised wait in shared memory. The roundings
 same sequence, ``fma(k, u, S * decay)``.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import importlib.util
@@ -58,7 +59,7 @@ def _kernels() -> SimpleNamespace:
     import triton.backends.nvidia.driver as driver
 
     if not hasattr(driver, "TMA_TF32"):
-        driver.TMA_TF32 = 11  # type: ignore[attr-defined]
+        driver.TMA_TF32 = 11
     import jax_triton
     from jax_triton import triton_lib
 

@@ -3,16 +3,23 @@
 A state tile has all its keys in one warp: 8 lanes by 4 consecutive keys, four times over, and 4 lanes by 2 columns.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from __future__ import annotations
+
+try:
+    from triton.experimental.gluon import jit
+    from triton.experimental.gluon import language as gl
+except ImportError:  # the module must import everywhere; `gated_delta_gluon.why_not` refuses to use it
+
+    def jit(function):
+        return function
 
 
-@gluon.jit
+@jit
 def _silu(x):
     return x / (1.0 + gl.exp(-x))
 
 
-@gluon.jit
+@jit
 def _convolved(
     p, tail, conv, at, ROW: gl.constexpr, C: gl.constexpr, T: gl.constexpr, N: gl.constexpr, L: gl.constexpr
 ):
@@ -32,14 +39,14 @@ def _convolved(
     return _silu(total).to(gl.bfloat16).to(gl.float32)
 
 
-@gluon.jit
+@jit
 def _shared_rows(x):
     """A tile in shared memory, of which ``index(t)`` is a row."""
     tile = gl.allocate_shared_memory(x.dtype, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), x)
     return tile._reinterpret(x.dtype, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
-@gluon.jit
+@jit
 def rows(
     p, tail, conv, rate, bias, norm, s, k_log, u_log, decay_log, out,
     ROW: gl.constexpr, C: gl.constexpr, K: gl.constexpr, M: gl.constexpr, X: gl.constexpr, Y: gl.constexpr,
@@ -107,7 +114,7 @@ def rows(
     gl.store(out + (b * T + t_R[:, None]) * M * Y + m * Y + x_R[None, :], (o * _silu(z.to(gl.float32))).to(gl.bfloat16))
 
 
-@gluon.jit
+@jit
 def commit(
     num, k, u, decay, p, s, tail,
     LAYERS: gl.constexpr, ROW: gl.constexpr, C: gl.constexpr, K: gl.constexpr, M: gl.constexpr, X: gl.constexpr,

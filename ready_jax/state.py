@@ -85,8 +85,8 @@ def commit(state: DecodeState, pending: PendingWrites, num_B: Int[Array, "B"]) -
     layers = [i for i, pending_i in enumerate(pending.recurrent) if pending_i is not None]
     recurrent, conv = list(state.recurrent), list(state.conv)
     if layers:
-        picked = ([memory[i] for i in layers] for memory in (recurrent, conv, pending.recurrent))
-        for i, s, tail in zip(layers, *gated_delta.commit_rows(*picked, num_B), strict=True):
+        states, tails, rows = ([memory[i] for i in layers] for memory in (recurrent, conv, pending.recurrent))
+        for i, s, tail in zip(layers, *gated_delta.commit_rows(states, tails, rows, num_B), strict=True):
             recurrent[i], conv[i] = s, tail
     return replace(
         state,

@@ -11,20 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 
 from ready_jax.baselines import Forced
 from ready_jax.config import FULL, LINEAR
-from ready_jax.kernels import gated_delta, gated_delta_reference
-from ready_jax.kernels.dispatch import Implementation, always
+from ready_jax.kernels import gated_delta_reference, gated_delta_rows
 from ready_jax.programs import EXACT
 from ready_jax.serve.exact import every_pair
 from ready_jax.state import commit, init_state
 
-LENGTH, PREFIX = 64, 9
-FOUR = (LINEAR, LINEAR, LINEAR, FULL)
+LENGTH, PREFIX = 64, 8
+THREE = (LINEAR, FULL, LINEAR)
 WIDTHS = {
-    "small": dict(layer_types=FOUR),
-    "unequal": dict(layer_types=FOUR, linear_value_head_dim=24, hidden_size=40),
+    "small": dict(layer_types=THREE),
+    "unequal": dict(layer_types=THREE, linear_value_head_dim=24, hidden_size=40),
     "full": dict(
         layer_types=(LINEAR, FULL), linear_key_head_dim=128, linear_value_head_dim=128,
         linear_num_value_heads=4, hidden_size=64,
@@ -60,17 +60,15 @@ def disagreements(model, batch: int, cuts: list[list[int]]) -> list[str]:
     text = rng.integers(0, tiny.PAD, (batch, PREFIX + LENGTH)).astype(np.int32)
     num_B = jnp.asarray(rng.integers(PREFIX - 4, PREFIX + 1, batch), jnp.int32)
 
-    @jax.jit
-    def start(model):
-        state = init_state(model.config, batch, 128, dtype=model.dtype)
-        return model.prefill(jnp.asarray(text[:, :PREFIX]), state, num_B)[1]
-
     @functools.partial(jax.jit, compiler_options=EXACT)  # made anew in every call: a mutated commit is traced again
     def step(model, token_BT, state, num_B):
         out, pending = model.verify(token_BT, state)
         return commit(state, pending, num_B), model.unembed(out.hidden_BTD)
 
-    first = start(model)
+    # The prefix is one pass of which each row keeps another number: no prefill to compile.
+    first, _ = step(
+        model, jnp.asarray(text[:, :PREFIX]), init_state(model.config, batch, 128, dtype=model.dtype), num_B
+    )
 
     def follow(cuts):
         state, logits, at = first, [], PREFIX
@@ -142,9 +140,18 @@ def _shifted():
 
 @pytest.mark.parametrize("mutant", [_elementwise, _shifted])
 def test_the_check_catches_a_commit_that_is_not_the_scoring_step(mutant, monkeypatch):
-    monkeypatch.setattr(gated_delta, "VERIFY", (Implementation("mutant", mutant(), always),))
+    monkeypatch.setattr(gated_delta_rows, "gated_delta_reference", mutant())  # what the target's rows run here
     model = tiny.target(**WIDTHS["small"])
     assert disagreements(model, 1, segmentations(1, 2)) != []
+
+
+def bare(drafter, target):
+    """Without heads and reader: what ``begin`` does with a drafter, the same program for all of them."""
+    c, dtype = drafter.config, str(drafter.dtype)
+    shape = dict(taps=c.taps, num_target_layers=c.num_target_layers, markov_rank=0, confidence_head=False)
+    graph, own = nnx.split(tiny.drafter(dtype=dtype, config=target.config, **shape))
+    weights = dict(nnx.to_flat_state(nnx.state(drafter)))
+    return nnx.merge(graph, nnx.from_flat_state([(path, weights[path]) for path, _ in nnx.to_flat_state(own)]))
 
 
 @pytest.mark.parametrize("batch", [1, 5])
@@ -153,9 +160,9 @@ def test_the_check_catches_a_commit_that_is_not_the_scoring_step(mutant, monkeyp
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 def test_speculation_equals_autoregressive_decoding_over_all_pairs_of_acceptance_counts(head, reader, dtype, batch):
     """Every (previous, next) pair of 0..7 accepted proposals; ragged prompts, rows that finish apart."""
-    model = tiny.target(dtype=dtype, layer_types=FOUR)
+    model = tiny.target(dtype=dtype, layer_types=THREE)
     reads = tiny.reader_config(model.config, state_layers=(0, 2)) if reader else False
-    changes = dict(markov_head_type=head, taps=(0, 1), num_target_layers=4)
+    changes = dict(markov_head_type=head, taps=(0, 1), num_target_layers=3)
     inner = tiny.drafter(dtype=dtype, reader=reads, config=model.config, **changes)
     walk = every_pair(7)
     assert len(set(pairwise(walk))) == 64
@@ -164,9 +171,19 @@ def test_speculation_equals_autoregressive_decoding_over_all_pairs_of_acceptance
     limit = tiny.limits(budgets)
     plain = tiny.generate(model, None, prompts, limit, capacity=512, keep_logits=True)
     texts = [tiny.tokens(plain, b) for b in range(batch)]
-    forced = Forced(inner, tiny.script(prompts, texts, [walk[b:] + walk[:b] for b in range(batch)]))
-    run = tiny.generate(model, forced, prompts, limit, capacity=512, keep_logits=True)
+    script = tiny.script(prompts, texts, [walk[b:] + walk[:b] for b in range(batch)])
+    start, go_on = tiny.shared_programs()
+    token_BT, num_B = tiny.padded(prompts)
+    begun = start(
+        target=model, drafter=Forced(bare(inner, model), script), token_BT=token_BT, num_B=num_B, limits=limit,
+        capacity=512, keep_logits=True,
+    )  # fmt: skip
 
+    def speculate(limit):
+        every_round = jnp.int32(2**31 - 1)
+        return go_on(target=model, drafter=Forced(inner, script), run=begun, limits=limit, max_rounds=every_round)
+
+    run = speculate(limit)
     assert tiny.per_round(run, "accepted") == walk
     for b in range(batch):
         assert len(texts[b]) == budgets[b]
@@ -175,9 +192,7 @@ def test_speculation_equals_autoregressive_decoding_over_all_pairs_of_acceptance
     assert tiny.memory_equal(run.state, plain.state)
 
     # The same executable with nothing proposed is the autoregressive program too.
-    none = tiny.generate(
-        model, forced, prompts, replace(limit, draft_B=0 * limit.draft_B), capacity=512, keep_logits=True
-    )
+    none = speculate(replace(limit, draft_B=0 * limit.draft_B))
     assert [tiny.tokens(none, b) for b in range(batch)] == texts
     assert np.array_equal(np.asarray(none.logits_BNV).view(np.uint32), np.asarray(plain.logits_BNV).view(np.uint32))
     assert tiny.memory_equal(none.state, plain.state)

@@ -33,11 +33,9 @@ MAX_ROWS = 8
 FAN_IN = 16
 
 
-def why_not(
-    platform: str, *, rows: int = 1, block: int = 0, head: int = 16, types: frozenset = frozenset(), **_: object
-) -> str | None:
+def why_not(**facts) -> str | None:
     """Needs a GPU, at most 8 rows (and block rows), a power of two as head width, and one type of operands."""
-    return gpu_only(platform) or misfit(rows=rows, block=block, head=head, types=types)
+    return gpu_only(**facts) or misfit(**facts)
 
 
 def misfit(*, rows: int = 1, block: int = 0, head: int = 16, types: frozenset = frozenset(), **_: object) -> str | None:

@@ -17,6 +17,10 @@ import jax
 #: or to time a reference ("cpu") on one that is. Part of JAX's tracing key: no trace is shared with another platform.
 platform = jax.make_user_context(default_value=None)
 
+#: `with partitioned(True):` traces for operands that are spread over a mesh: XLA partitions its own operations, but
+#: would gather whole operands for a kernel.
+partitioned = jax.make_user_context(default_value=False)
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -47,6 +51,7 @@ def explain(candidates: Sequence[Implementation], **facts: Any) -> dict[str, str
     """
     if "platform" not in facts:
         facts["platform"] = platform.value or jax.default_backend()
+    facts.setdefault("partitioned", partitioned.value)
     return {candidate.name: candidate.why_not(**facts) for candidate in candidates}
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ready_jax.kernels.pallas_triton import WHOLE, barrier, count_up, fma, kernel_call, load, store
+from ready_jax.kernels.pallas_triton import WHOLE, barrier, count_up, fma, gpu_only, kernel_call, load, store
 
 MAX_ROWS = 8
 #: Layers that one commit launch covers.
@@ -46,12 +46,8 @@ def why_not_interpreted(*, dtype=None, tokens=None, key_dim=None, value_dim=None
     return None
 
 
-def why_not(*, platform: str, partitioned: bool = False, **facts) -> str | None:
-    if platform != "gpu":
-        return f"platform is {platform}; needs gpu (impl='interpret' runs it anywhere)"
-    if partitioned:
-        return "weights are partitioned over a mesh; XLA cannot partition this kernel"
-    return why_not_interpreted(**facts)
+def why_not(**facts) -> str | None:
+    return gpu_only(**facts) or why_not_interpreted(**facts)
 
 
 def _silu(x):

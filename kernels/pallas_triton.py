@@ -71,9 +71,13 @@ def store(ref, value, *, mask=None) -> None:
     plt.store(ref, value, mask=mask)
 
 
-def gpu_only(platform: str, **_: object) -> str | None:
-    """The ``why_not`` of a kernel that needs a GPU and nothing else."""
-    return None if platform == "gpu" else f"platform is {platform}; needs gpu (impl='interpret' runs it anywhere)"
+def gpu_only(platform: str, *, partitioned: bool = False, **_: object) -> str | None:
+    """The ``why_not`` of a kernel that needs one GPU to itself and nothing else."""
+    if platform != "gpu":
+        return f"platform is {platform}; needs gpu (impl='interpret' runs it anywhere)"
+    if partitioned:
+        return "operands are spread over a mesh; XLA would gather them for a kernel"
+    return None
 
 
 def barrier(*, interpret: bool = False) -> None:

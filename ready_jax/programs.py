@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from ready_jax.kernels import dispatch
+
 #: bf16 must be rounded where the code says so: XLA may otherwise keep fp32 inside a fusion, and which values are
 #: fused differs between programs.
 EXACT = {"xla_allow_excess_precision": False}
@@ -62,7 +64,9 @@ class Program:
         key = (structure, kinds, tuple(arguments[name] for name in self._static))
         if key not in self._compiled:
             start = time.perf_counter()
-            lowered = self._jitted.lower(**arguments)
+            spread = any(len(getattr(kind[2], "device_set", ())) > 1 for kind in kinds)
+            with dispatch.partitioned(spread):
+                lowered = self._jitted.lower(**arguments)
             middle = time.perf_counter()
             self._compiled[key] = lowered.compile()
             self.trace_seconds += middle - start

@@ -150,8 +150,8 @@ def test_the_door_takes_the_kernel_by_name_only():
 )
 def test_why_not(change: dict[str, Any], reason):
     good: dict[str, Any] = {"rows": 8, "block": 7, "head": 256, "types": frozenset({"bfloat16"})}
-    assert why_not("gpu", **good) is None
-    assert "platform is cpu" in str(why_not("cpu", **good))
+    assert why_not(platform="gpu", **good) is None
+    assert "platform is cpu" in str(why_not(platform="cpu", **good))
     good.update(change)
     assert reason in str(misfit(**good))
-    assert reason in str(why_not("gpu", **good))
+    assert reason in str(why_not(platform="gpu", **good))

@@ -11,6 +11,8 @@ import pytest
 import ready_jax.kernels
 from ready_jax.kernels import dispatch
 from ready_jax.kernels.dispatch import Implementation, always, choose, explain
+from ready_jax.kernels.pallas_triton import gpu_only
+from ready_jax.programs import Program
 
 
 def why_not_fused(*, platform: str, num_rows: int | None = None, **_: object) -> str | None:
@@ -116,3 +118,20 @@ def test_a_platform_can_be_set_around_a_trace():
         assert f(1) == 3
         assert explain(OP, platform="cpu")["fused"] is not None
     assert f(1) == 2
+
+
+def test_a_program_over_a_mesh_takes_no_kernel():
+    """XLA would gather whole operands for one; single-device programs of the same function still may."""
+    seen = []
+
+    def function(x):
+        seen.append(dispatch.partitioned.value)
+        return x + 1
+
+    program = Program(function)
+    program(x=jnp.zeros(4))
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("model",))
+    program(x=jax.device_put(jnp.zeros(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))))
+    assert seen == [False, True]
+    assert "spread over a mesh" in str(gpu_only(platform="gpu", partitioned=True))
+    assert gpu_only(platform="gpu") is None

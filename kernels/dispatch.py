@@ -5,6 +5,7 @@ A door file (`gated_delta.py`, ...) lists its implementations in order of prefer
 reason that its own `why_not` states, and one that was asked for by name runs or raises that reason.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,36 +60,50 @@ def choose(op: str, candidates: Sequence[Implementation], impl: str | None = Non
     """The implementation to trace: the first candidate without an objection, or the one named `impl`.
 
     The choice is made in Python while tracing, so it is part of the compiled program and costs nothing at run time.
+    On a GPU a candidate with a `check` is tried first; one that does not compile or run there is passed over with a
+    warning, unless it was asked for by name.
 
     Raises:
         ValueError: `impl` is not the name of a candidate.
         NotImplementedError: the named candidate cannot run with these facts, or none can; the message has the reasons.
+        WrongValue: a candidate computes wrong values on this device; nothing is passed over for that.
     """
     reasons = explain(candidates, **facts)
     if impl is not None and impl not in reasons:
         raise ValueError(f"{op}: impl={impl!r} is unknown; known, in order of preference: {', '.join(reasons)}")
     if impl is not None and reasons[impl] is not None:
         raise NotImplementedError(f"{op}: impl={impl!r} was asked for by name and cannot run: {reasons[impl]}")
+    on_device = platform.value is None and jax.default_backend() == "gpu"
     for candidate in candidates:
         if candidate.name == impl or (impl is None and reasons[candidate.name] is None):
-            if candidate.check is not None and platform.value is None and jax.default_backend() == "gpu":
-                check_values(op, candidate)
-            return candidate
+            failure = first_use(op, candidate) if on_device and candidate.check else None
+            if failure is None:
+                return candidate
+            if impl is not None or isinstance(failure, WrongValue):
+                raise failure
+            reasons[candidate.name] = f"it fails on this device: {failure}"
     listed = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items()) or " it has none"
     raise NotImplementedError(f"{op}: no implementation can run here:{listed}")
 
 
-@cache
-def check_values(op: str, candidate: Implementation) -> None:
-    """Runs the implementation's check, outside whatever is being traced.
+class WrongValue(RuntimeError):
+    """A kernel computes something else than its reference."""
 
-    Raises:
-        RuntimeError: a value is wrong; the message names the op, the implementation and the device.
+
+@cache
+def first_use(op: str, candidate: Implementation) -> Exception | None:
+    """What is wrong with an implementation on this device, found by its check outside whatever is being traced.
+
+    Anything but a wrong value is also warned of, once.
     """
-    if candidate.check is None:
-        return
+    assert candidate.check is not None
+    where = f"{op}: {candidate.name!r} on {jax.devices()[0].device_kind}"
     try:
         with ThreadPoolExecutor(1) as pool:  # what is being traced is a matter of the thread
             pool.submit(candidate.check, candidate.call).result()
-    except RuntimeError as error:
-        raise RuntimeError(f"{op}: {candidate.name!r} on {jax.devices()[0].device_kind}: {error}") from error
+    except WrongValue as error:
+        return WrongValue(f"{where}: {error}")
+    except Exception as error:  # compilers and drivers raise what they like
+        warnings.warn(f"{where} is passed over: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
+        return error
+    return None

@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ready_jax.kernels.dispatch import WrongValue
+
 
 def _compare(run: Callable, call, reference, arguments: tuple, bound: float) -> None:
-    """Raises RuntimeError where an output of ``run(call, *arguments)`` is further than ``bound`` from the
+    """Raises WrongValue where an output of ``run(call, *arguments)`` is further than ``bound`` from the
     reference's, relative to its largest value."""
     options = {"xla_allow_excess_precision": False}  # bf16 is rounded where the code says so
     found, wanted = (
@@ -26,7 +28,7 @@ def _compare(run: Callable, call, reference, arguments: tuple, bound: float) -> 
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         error = float(jnp.max(jnp.abs(a - b))) / max(float(jnp.max(jnp.abs(b))), 1e-6)
         if not error <= bound:  # NaN is not
-            raise RuntimeError(
+            raise WrongValue(
                 f"output {i} of {a.shape} is off by {error:.2e} of its largest value, at most {bound:.0e} is right: "
                 "this compiler or device computes the kernel wrongly"
             )

@@ -1,5 +1,6 @@
 """The check of values at first use: right kernels pass, a wrong one is an error that says where."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -25,7 +26,9 @@ def test_the_interpreted_kernel_passes_the_check_and_a_wrong_one_does_not(op: st
     assert checked, f"{op} has a fused kernel without a check"
     interpret = next(i for i in KERNELS[op] if i.name == "interpret")
     passing = replace(interpret, check=checked[0].check)
-    jax.jit(lambda x: (dispatch.check_values(op, passing), x)[1])(jnp.zeros(()))
+    found = []
+    jax.jit(lambda x: (found.append(dispatch.first_use(op, passing)), x)[1])(jnp.zeros(()))
+    assert found == [None]
 
     class Wrong:
         """Every output one percent too large, and more."""
@@ -39,5 +42,35 @@ def test_the_interpreted_kernel_passes_the_check_and_a_wrong_one_does_not(op: st
 
         commit = getattr(interpret.call, "commit", None)
 
-    with pytest.raises(RuntimeError, match=rf"{op}: 'interpret' on cpu: output \d of .* is off by"):
-        dispatch.check_values(op, replace(passing, call=Wrong()))
+    failure = dispatch.first_use(op, replace(passing, call=Wrong()))
+    assert isinstance(failure, dispatch.WrongValue)
+    assert re.match(rf"{op}: 'interpret' on cpu: output \d of .* is off by", str(failure))
+
+
+RESOURCES = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: shared memory")
+
+
+@pytest.mark.parametrize("raised", [RESOURCES, NotImplementedError("no lowering"), ValueError("a shape")])
+def test_a_kernel_that_fails_is_passed_over_with_one_warning_unless_named(raised, monkeypatch):
+    """Field case C13; a wrong value is passed over by nobody."""
+
+    def check(call):
+        raise raised
+
+    candidates = (
+        dispatch.Implementation("fast", object(), dispatch.always, check),
+        dispatch.Implementation("plain", object(), dispatch.always),
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.warns(RuntimeWarning, match=f"'fast' on cpu is passed over: {type(raised).__name__}") as warned:
+        assert [dispatch.choose("op", candidates).name for _ in range(3)] == ["plain"] * 3
+    assert len(warned) == 1
+    with pytest.raises(type(raised)):
+        dispatch.choose("op", candidates, "fast")
+
+    def wrong(call):
+        raise dispatch.WrongValue("off")
+
+    lying = (replace(candidates[0], check=wrong), candidates[1])
+    with pytest.raises(dispatch.WrongValue, match="op: 'fast' on cpu: off"):
+        dispatch.choose("op", lying)

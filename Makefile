@@ -11,7 +11,7 @@ demo: .venv/ready
 	$(BIN)/python -m ready_jax.serve.demo
 
 test: .venv/ready
-	$(PYTEST) -n $(WORKERS) --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
+	$(PYTEST) -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 exact: .venv/ready
 	@mkdir -p results

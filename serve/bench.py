@@ -34,6 +34,7 @@ from ready_jax.quantize import draft_fp8
 from ready_jax.random_weights import random_drafter, random_memory, random_reader, random_target
 from ready_jax.serve.bench_kernels import Kernels, slope
 from ready_jax.serve.exact import Comparison, every_pair
+from ready_jax.serve.kernel_times import kernel_times
 from ready_jax.state import init_state
 from ready_jax.target import Target
 
@@ -259,6 +260,12 @@ class Bench:
             temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
             acceptance=histogram(last[0]),
         )
+        if self.options.profile:
+            few = 4
+            found = kernel_times(lambda: self.decode(**arguments, max_rounds=jnp.int32(few)), few)
+            self.record["detail"][name]["kernels"] = found
+            for kernel in found[:12]:
+                print("  {us:9.1f} us in {launches:6.1f} launches: {kernel}".format(**kernel), flush=True)
         return ms
 
     def autoregressive(self) -> None:
@@ -453,6 +460,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--fp8-draft", action="store_true", help="also time the drafter in fp8")
     parser.add_argument("--reader-slope", action="store_true", help="also time rounds with 1, 5 and 9 readers")
+    parser.add_argument("--profile", action="store_true", help="also where each kind of round spends its time")
     parser.add_argument("--only", nargs="+", choices=STEPS, metavar="STEP", help=f"of {' '.join(STEPS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here, after every step")
     parser.add_argument("--acceptance-length", type=float, help="tokens per round for a second tokens/s")

@@ -19,8 +19,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook("ready_jax", "beartype.beartype")  # the linked folders too: modules are matched by name
 
 
+#: Files that compile for minutes, longest first: begun first, so that no worker is left alone with one at the end.
+LONGEST = ("exact", "nano", "target", "pair", "field_e", "notebooks", "loss", "first_use", "bench", "gated_delta")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are skipped, with the reason, where JAX's default platform is not a GPU."""
+    """Longest files first; GPU tests are skipped, with the reason, where JAX's default platform is not a GPU."""
+    place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and (platform := jax.default_backend()) != "gpu":
         for item in marked:

@@ -36,7 +36,8 @@ def run(folder, *more: str) -> dict:
 
 
 def test_the_record_has_its_keys_and_every_pair_of_acceptance_counts_is_compared(tmp_path, capsys):
-    record = run(tmp_path, "--only", "autoregressive", "exact")
+    record = run(tmp_path, "--only", "autoregressive", "exact", "--profile")
+    assert record["detail"]["autoregressive"]["kernels"] == [], "the profiler sees no GPU here"
     assert set(bench.KEYS) <= set(record)
     assert record["rounds_compared"] == record["bit_identical_rounds"] == 65
     assert record["acceptance_pairs_covered"] == 64

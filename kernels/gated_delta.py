@@ -75,8 +75,9 @@ def commit(s_BMXY: Float[Array, "B M X Y"], pending, num_B: Int[Array, "B"], *, 
     return choose("gated_delta.commit", VERIFY, impl).call.commit(s_BMXY, pending, num_B)
 
 
-def _facts(s_BMXY, dtype, **facts):
-    return dict(dtype=dtype, key_dim=s_BMXY.shape[2], value_dim=s_BMXY.shape[3], **facts)
+def _facts(s_BMXY, tail_BWC, **facts):
+    key_dim, value_dim = s_BMXY.shape[2:]
+    return dict(dtype=tail_BWC.dtype, key_dim=key_dim, value_dim=value_dim, window=tail_BWC.shape[1] + 1, **facts)
 
 
 def rows(
@@ -99,15 +100,18 @@ def rows(
     ``beta = sigmoid(b)``; the output is ``rms_norm(out) * norm * silu(z)``, norm over each memory's ``Y``.
     """
     check_heads(keys, s_BMXY.shape[1])
-    call = choose("gated_delta.rows", ROWS, impl, **_facts(s_BMXY, p_BTI.dtype, tokens=p_BTI.shape[1])).call
+    call = choose("gated_delta.rows", ROWS, impl, **_facts(s_BMXY, tail_BWC, tokens=p_BTI.shape[1])).call
     return call.rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, keys=keys)
 
 
 def commit_rows(states, tails, pending, num_B: Int[Array, "B"], *, impl: str | None = None):
-    """(states, conv tails) of every layer after the first ``num_B[b]`` rows of a pass; 0 changes no bit."""
-    if impl is None and not isinstance(pending[0], gated_delta_fused.Log):
-        impl = "scan"
-    call = choose("gated_delta.commit_rows", ROWS, impl, **_facts(states[0], tails[0].dtype)).call
+    """(states, conv tails) of every layer after the first ``num_B[b]`` rows of a pass; 0 changes no bit.
+
+    What ``rows`` left decides who can commit it: the kernels replay their log, the scan has kept its states.
+    """
+    logged = isinstance(pending[0], gated_delta_fused.Log)
+    able = tuple(each for each in ROWS if (each.call is not gated_delta_rows) == logged)
+    call = choose("gated_delta.commit_rows", able, impl, **_facts(states[0], tails[0])).call
     return call.commit(states, tails, pending, num_B)
 
 

@@ -23,13 +23,15 @@ from ready_jax.kernels.gated_delta_fused import Log
 LAYERS = 8
 
 
-def why_not(*, key_dim=None, value_dim=None, **facts) -> str | None:
+def why_not(*, key_dim=None, value_dim=None, window=None, **facts) -> str | None:
     for name in ("triton", "jax_triton"):
         if importlib.util.find_spec(name) is None:
             return f"the package {name.replace('_', '-')} is missing; pip install 'ready-jax[triton]'"
     for name, size in (("key", key_dim), ("value", value_dim)):
         if size not in (None, 128):
             return f"{name} width {size}; needs 128: its layouts are written for that"
+    if window not in (None, 4):
+        return f"convolution window {window}; needs 4: its taps are written out"
     return gated_delta_fused.why_not(key_dim=key_dim, value_dim=value_dim, **facts)
 
 

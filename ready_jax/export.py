@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from ready_jax import names, schema
 from ready_jax.drafter import Drafter
+from ready_jax.layers import Scaled
 from ready_jax.target import Target
 from ready_jax.tensor_files import CONFIG, GENERATION, INDEX, SINGLE
 
@@ -27,8 +28,13 @@ def save_pretrained(
 
     A state reader's weights stand under ``ready_reader.``, its settings under that key of the config: a plain DSpark
     consumer leaves both out. Files are replaced one by one, the same model gives the same bytes. ``tokenizer``
-    (anything with ``save_pretrained``) is saved beside them. Earlier weights in the folder are removed.
+    (anything with ``save_pretrained``) is saved beside them. Earlier weights in the folder are removed. Raises
+    ValueError for a drafter with fp8 matrices.
     """
+    if any(isinstance(leaf, Scaled) for leaf in jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, Scaled))):
+        raise ValueError(
+            "found fp8 matrices (quantize.draft_fp8); a checkpoint needs the model that they were made from"
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     is_target = isinstance(model, Target)

@@ -165,8 +165,28 @@ def test_who_runs_where_and_why():
     assert why_not(platform="gpu", tokens=4) == "the pass has 4 rows; needs 8"
     assert why_not(platform="gpu", dtype=jnp.float32) == "activations are float32; needs bfloat16"
     assert why_not(platform="gpu", key_dim=96) == "key width 96; needs a power of two of at least 16"
-    assert gated_delta_gluon.why_not(platform="gpu", value_dim=64)
+    if has_triton:
+        assert (
+            gated_delta_gluon.why_not(platform="gpu", window=3)
+            == "convolution window 3; needs 4: its taps are written out"
+        )
+        assert choose("gpu", window=3) == "fused"
+    else:
+        assert "is missing; pip install 'ready-jax[triton]'" in str(gated_delta_gluon.why_not(platform="gpu"))
     (memory, p, tail), weights = jax.tree.map(jnp.asarray, inputs("interpret"))
     three = functools.partial(gated_delta.rows, memory, p[:, :3], tail, *weights)
     with pytest.raises(NotImplementedError, match="the pass has 3 rows; needs 8"):
         three(EPS, keys=KEYS, impl="interpret")
+
+
+def test_what_a_pass_left_decides_who_commits_it():
+    """A kernel's log on the CPU goes to the interpreted kernel, never to the scan; naming the other one is an error."""
+    (memory, p, tail), weights = jax.tree.map(jnp.asarray, inputs("interpret"))
+    rows, commit = programs("interpret")
+    _, log = rows(memory, p, tail, weights)
+    same(
+        gated_delta.commit_rows([memory], [tail], [log], jnp.array([3, 1])),
+        commit([memory], [tail], [log], np.array([3, 1])),
+    )
+    with pytest.raises(ValueError, match="impl='scan' is unknown"):
+        gated_delta.commit_rows([memory], [tail], [log], jnp.array([3, 1]), impl="scan")

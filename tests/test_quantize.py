@@ -9,6 +9,7 @@ import pytest
 import tiny
 from compiling import quick
 
+from ready_jax.export import save_pretrained
 from ready_jax.layers import Scaled, linear, product
 from ready_jax.quantize import draft_fp8, fp8
 
@@ -65,6 +66,13 @@ def test_what_a_quantised_drafter_stores(own):
     assert stored_bytes(found) == before - kept + scales
     assert found.dtype == jnp.bfloat16
     assert not any(isinstance(x, Scaled) for x in jax.tree.leaves(drafter, is_leaf=lambda x: isinstance(x, Scaled)))
+
+
+def test_fp8_matrices_are_not_saved(tmp_path):
+    drafter = tiny.drafter()
+    with pytest.raises(ValueError, match=r"found fp8 matrices .*needs the model that they were made from"):
+        save_pretrained(draft_fp8(drafter), tmp_path / "draft")
+    assert not (tmp_path / "draft").exists()
 
 
 def test_logits_stay_near_and_the_draft_head_is_preferred():

@@ -239,8 +239,16 @@ def main() -> None:
         drafters["bigram"] = Bigram(jnp.asarray(np.load(args.bigram), jnp.int32))
     results, equal, runs = measure(target, drafters, sets, shape, log=lambda line: print(line, flush=True))
     report = {
-        "conditions": provenance.conditions() | {"arguments": vars(args), "shape": vars(shape), "dtype": "bfloat16"},
-        "data": {"prompts_sha256": provenance.sha256(args.prompts), "sets": counts},
+        "conditions": provenance.conditions()
+        | {"max_samples": args.max_samples, "shape": vars(shape), "dtype": "bfloat16"},
+        "data": {
+            "sha256": {
+                name: provenance.sha256(path)
+                for name in ("prompts", "heldout", "bigram")
+                if (path := getattr(args, name)) is not None
+            },
+            "sets": counts,
+        },
         "weights": {
             name: {path.name: provenance.sha256(path) for path in sorted(Path(folder).glob("*.safetensors"))}
             for name, folder in (("target", args.target), ("drafter", args.draft_model))

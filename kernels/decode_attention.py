@@ -1,12 +1,13 @@
 """Attention of a few query rows over a long key/value buffer, split over the slots (flash-decoding, Dao et al. 2023).
 
-Two kernels. The first gives, per split of ``split`` slots and per row i with scores ``x_s = q_i k_s H^-1/2 log2 e``,
+Two kernels. The first gives, per split of the slots and per row i with scores ``x_s = q_i k_s H^-1/2 log2 e``,
 
     top_i = max_s x_s      sum_i = sum_s 2^(x_s - top_i)      out_i = sum_s 2^(x_s - top_i) v_s
 
 and the second adds the splits in the order of their slots. What makes the bits of a row its own:
 
-* splits and the chunks inside begin at absolute multiples, whatever the length, the capacity or the pass;
+* splits and the chunks inside begin at absolute positions, whatever the length, the capacity or the pass: short
+  splits first, that a short text keeps many programs busy, then long ones, since every split costs a partial sum;
 * the tile of queries is always that of ``MAX_ROWS`` rows, so one row and eight meet the same tensor core instructions;
 * slots that a row may not see are dropped by select. Rows share the tile of values, and 0 x NaN is NaN: so chunks that
   not every row sees whole meet values whose non-finite entries are zeroed, and rows that do see one become NaN;
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,29 @@ from ready_jax.kernels.pallas_triton import WHOLE, fma, gpu_only, kernel_call, l
 MAX_ROWS = 8
 #: Splits that the second kernel adds at once.
 FAN_IN = 16
+
+
+class Splits(NamedTuple):
+    """Splits of ``short`` slots up to slot ``border``, of ``long`` slots from there on; multiples of the chunk."""
+
+    short: int = 128
+    long: int = 512
+    border: int = 2048
+
+    def place(self, slot):
+        """The split that holds a slot."""
+        beyond = self.border // self.short + (slot - self.border) // self.long
+        return jnp.where(slot < self.border, slot // self.short, beyond)
+
+    def range(self, place):
+        """First slot of a split, and the slot behind its last."""
+        few = self.border // self.short
+        start = jnp.where(place < few, place * self.short, self.border + (place - few) * self.long)
+        return start, start + jnp.where(place < few, self.short, self.long)
+
+    def count(self, slots: int) -> int:
+        """Splits of a buffer."""
+        return pl.cdiv(min(slots, self.border), self.short) + pl.cdiv(max(slots - self.border, 0), self.long)
 
 
 def why_not(**facts) -> str | None:
@@ -74,13 +99,13 @@ def _step(query, key, value, seen, carry, *, scale, interpret):
     return new, total, out * keep[:, None] + _dot(weight.astype(value.dtype), value)
 
 
-def _split_body(*refs, rows, block, group, split, chunk, tile, width, scale, peel, interpret):
+def _split_body(*refs, rows, block, group, splits, chunk, tile, width, scale, peel, interpret):
     """Program (key head and columns of the values, split, sequence); split 0 is the block, if there is one."""
     begin_ref, end_ref, query_ref, key_ref, value_ref, *block_refs, top_ref, sum_ref, out_ref = refs
     slots, head = key_ref.shape[1], key_ref.shape[3]
     parts = head // width
     g, part, b = pl.program_id(0) // parts, pl.program_id(0) % parts, pl.program_id(2)
-    place = pl.program_id(1)
+    place = pl.num_programs(1) - 1 - pl.program_id(1)  # the long splits begin first
     begin, end = ([ref[b, t] for t in range(rows)] for ref in (begin_ref, end_ref))
     first_begin, last_begin = (functools.reduce(f, begin) for f in (jnp.minimum, jnp.maximum))
     first_end, last_end = (functools.reduce(f, end) for f in (jnp.minimum, jnp.maximum))
@@ -115,10 +140,11 @@ def _split_body(*refs, rows, block, group, split, chunk, tile, width, scale, pee
             seen = jnp.broadcast_to(here[None], (tile, 16))
             run(lambda query, carry: step(query, from_block, value, seen, carry))
 
-    start = (place - (1 if block else 0)) * split
-    low, high = jnp.maximum(start, first_begin), jnp.minimum(jnp.minimum(start + split, last_end), slots)
+    offset = 1 if block else 0
+    start, stop = splits.range(place - offset)
+    low, high = jnp.maximum(start, first_begin), jnp.minimum(jnp.minimum(stop, last_end), slots)
 
-    @pl.when((start >= 0) & (low < high))
+    @pl.when((place >= offset) & (low < high))
     def _():
         begins, ends = (load(ref.at[b, token], mask=live, other=0) for ref in (begin_ref, end_ref))
 
@@ -144,15 +170,15 @@ def _split_body(*refs, rows, block, group, split, chunk, tile, width, scale, pee
         run(chunks)
 
 
-def _sum_body(*refs, block, group, split, gated, interpret):
+def _sum_body(*refs, block, group, splits, gated, interpret):
     """Program (query head, row, sequence): the splits that the row sees, in the order of their slots."""
     begin_ref, end_ref, top_ref, sum_ref, part_ref, *gate_ref, out_ref = refs
     h, t, b = (pl.program_id(axis) for axis in range(3))
     head, g, row = out_ref.shape[2], h // group, t * group + h % group
     offset, places = (1 if block else 0), top_ref.shape[2]
     begin, end = jnp.maximum(begin_ref[b, t], 0), end_ref[b, t]
-    first = begin // split + offset
-    last = jnp.where(begin < end, jnp.minimum(pl.cdiv(end, split) + offset, places), first)
+    first = splits.place(begin) + offset
+    last = jnp.where(begin < end, jnp.minimum(splits.place(end - 1) + 1 + offset, places), first)
     place = jnp.arange(pl.next_power_of_2(places))
     seen = (place >= first) & (place < last)
     top = jnp.max(load(top_ref.at[b, g, place, row], mask=seen, other=-jnp.inf))
@@ -191,14 +217,14 @@ def decode_attention(
     *,
     block: tuple[Float[Array, "B P G H"], Float[Array, "B P G H"]] | None = None,
     gate_BTQH: Float[Array, "B T Q H"] | None = None,
-    split: int = 256,
+    splits: Splits = Splits(),
     chunk: int | None = None,
     num_warps: int | None = None,
-    num_stages: int = 2,
+    num_stages: int = 3,
     peel: bool = True,
     interpret: bool = False,
 ) -> Float[Array, "B T Q H"]:
-    """See ``kernels/attention.py``. ``split`` is a multiple of ``chunk``, the slots that meet the tensor cores at once.
+    """See ``kernels/attention.py``. ``chunk``: slots that meet the tensor cores at once.
 
     ``peel``: chunks that every row sees whole get a loop without masks; the bits are the same.
     """
@@ -208,13 +234,13 @@ def decode_attention(
     tile = max(16, pl.next_power_of_2(MAX_ROWS * group))
     exact = query_BTQH.dtype == jnp.float32
     width = min(head, 32) if exact else head  # products without tensor cores keep their operands in registers
-    chunk = chunk or (16 if exact else 64)
-    num_warps = num_warps or (8 if head == 256 or exact else 4)
-    places = pl.cdiv(slots, split) + (1 if block else 0)
+    chunk = chunk or (16 if exact else 32)
+    num_warps = num_warps or (8 if exact else 4)
+    places = splits.count(slots) + (1 if block else 0)
     query, block_rows = query_BTQH.reshape(batch, rows * heads, head), block[0].shape[1] if block else 0
     stats = jax.ShapeDtypeStruct((batch, groups, places, tile), jnp.float32)
     body = functools.partial(
-        _split_body, rows=rows, block=block_rows, group=group, split=split, chunk=chunk, tile=tile, width=width,
+        _split_body, rows=rows, block=block_rows, group=group, splits=splits, chunk=chunk, tile=tile, width=width,
         scale=head**-0.5 * math.log2(math.e), peel=peel, interpret=interpret,
     )  # fmt: skip
     operands = (begin_BT, end_BT, query, key_BSGH, value_BSGH, *(block or ()))
@@ -231,7 +257,7 @@ def decode_attention(
     )(*operands)
     gate = () if gate_BTQH is None else (gate_BTQH.reshape(query.shape),)
     (out,) = kernel_call(
-        functools.partial(_sum_body, block=block_rows, group=group, split=split, gated=bool(gate), interpret=interpret),
+        functools.partial(_sum_body, block=block_rows, group=group, splits=splits, gated=bool(gate), interpret=interpret),
         name="decode_attention_sum",
         grid=(heads, rows, batch),
         out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype)],

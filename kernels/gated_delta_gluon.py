@@ -21,6 +21,9 @@ from ready_jax.kernels.gated_delta_fused import Log
 
 #: Layers that one commit launch covers.
 LAYERS = 8
+#: Equal ranges of the following matrix whose first MiB is fetched while the rows run: XLA's product of 8 rows begins
+#: at as many places. More was slower: it is the state's memory traffic, too.
+RANGES = 8
 
 
 def why_not(*, key_dim=None, value_dim=None, window=None, **facts) -> str | None:
@@ -77,23 +80,27 @@ def _kernels() -> SimpleNamespace:
     return SimpleNamespace(call=jax_triton.triton_call, rows=source.rows, commit=source.commit)
 
 
-def rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, keys: int, warps: int = 16):
+def rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, keys: int, next_OD=None, warps: int = 16):
     """Gated outputs [B, T, M*Y] of the rows, and their log. See :func:`ready_jax.kernels.gated_delta.rows`."""
     batch, tokens, columns = p_BTI.shape
     memories, width, values = s_BMXY.shape[1:]
     k = _kernels()
+    following = norm_Y if next_OD is None else next_OD
+    span = following.size // RANGES // 16 * 16  # elements; the fetch needs multiples of 16 bytes
+    fetch = span * following.dtype.itemsize >= 2048 * 32 * warps
 
     def f32(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     key, u, decay, out = k.call(
-        p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, s_BMXY,
+        p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, s_BMXY, following,
         kernel=k.rows,
         out_type=[
             f32(batch, tokens, keys, width), f32(batch, tokens, memories, values), f32(batch, tokens, memories),
             jax.ShapeDtypeStruct((batch, tokens, memories * values), p_BTI.dtype),
         ],
-        grid=(memories, batch), num_warps=warps,
+        grid=(memories + (RANGES if fetch else 0), batch), num_warps=warps,
+        RANGE=span,
         ROW=columns, C=conv_WC.shape[1], K=keys, M=memories, X=width, Y=values, T=tokens, WARPS=warps, EPS=eps,
     )  # fmt: skip
     return out, Log(key, u, decay, p_BTI)

@@ -48,6 +48,29 @@ def _shared_rows(x):
 
 @jit
 def rows(
+    p, tail, conv, rate, bias, norm, s, following, k_log, u_log, decay_log, out,
+    ROW: gl.constexpr, C: gl.constexpr, K: gl.constexpr, M: gl.constexpr, X: gl.constexpr, Y: gl.constexpr,
+    T: gl.constexpr, WARPS: gl.constexpr, EPS: gl.constexpr, RANGE: gl.constexpr,
+):  # fmt: skip
+    """Programs ``(head, sequence)``, and behind the heads those that fetch ``following`` meanwhile."""
+    if gl.program_id(0) >= M:
+        if gl.program_id(1) == 0:
+            _fetch(following + (gl.program_id(0) - M) * RANGE, WARPS)
+    else:
+        _rows(p, tail, conv, rate, bias, norm, s, k_log, u_log, decay_log, out, ROW, C, K, M, X, Y, T, WARPS, EPS)
+
+
+@jit
+def _fetch(start, WARPS: gl.constexpr):
+    """Ask for 2 KiB a thread to be brought into the L2 cache."""
+    thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    at = start.to(gl.int64) + thread.to(gl.int64) * 2048
+    code: gl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(code, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def _rows(
     p, tail, conv, rate, bias, norm, s, k_log, u_log, decay_log, out,
     ROW: gl.constexpr, C: gl.constexpr, K: gl.constexpr, M: gl.constexpr, X: gl.constexpr, Y: gl.constexpr,
     T: gl.constexpr, WARPS: gl.constexpr, EPS: gl.constexpr,

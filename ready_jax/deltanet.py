@@ -50,7 +50,7 @@ class GatedDeltaNet(nnx.Module):
         c = self.config
         weights = (self.conv_WC[...], self.a_log_M[...], self.dt_bias_M[...], self.norm_Y[...])
         gated_BTO, pending = gated_delta.rows(
-            s_BMXY, self.project(x_BTD), tail_BWC, *weights, c.rms_norm_eps, keys=c.linear_num_key_heads
+            s_BMXY, self.project(x_BTD), tail_BWC, *weights, c.rms_norm_eps, keys=c.linear_num_key_heads, next_OD=self.w_out_OD[...]
         )
         return linear(gated_BTO, self.w_out_OD[...]), pending
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from ready_jax.kernels import attention
-from ready_jax.kernels.decode_attention import decode_attention, misfit, why_not
+from ready_jax.kernels.decode_attention import Splits, decode_attention, misfit, why_not
 from ready_jax.programs import EXACT
 
-SPLIT, CHUNK = 32, 16
+SPLITS, CHUNK = Splits(short=16, long=32, border=32), 16
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
 BATCH, ROWS, GROUPS, GROUP, HEAD, SLOTS, BLOCK = 2, 3, 2, 3, 16, 80, 3
 ERROR = dict(float32=3e-6, bfloat16=4e-3)
@@ -23,8 +23,19 @@ WINDOW = 20
 
 @functools.partial(jax.jit, static_argnames=("peel",), compiler_options=EXACT | QUICK)
 def kernel(query, key, value, begin, end, block, gate, peel):
-    sizes: dict[str, Any] = dict(split=SPLIT, chunk=CHUNK, peel=peel, interpret=True)
+    sizes: dict[str, Any] = dict(splits=SPLITS, chunk=CHUNK, peel=peel, interpret=True)
     return decode_attention(query, key, value, begin, end, block=block, gate_BTQH=gate, **sizes)
+
+
+def test_every_slot_lies_in_its_split_and_splits_follow_each_other():
+    assert SPLITS.count(SLOTS) == 4 and SPLITS.count(20) == 2 and Splits().count(2048 + 513) == 18
+    ends = 0
+    for place in range(SPLITS.count(SLOTS)):
+        start, stop = (int(x) for x in SPLITS.range(jnp.int32(place)))
+        assert start == ends and stop - start == (16 if start < 32 else 32)
+        assert [int(SPLITS.place(jnp.int32(slot))) for slot in range(start, stop)] == [place] * (stop - start)
+        ends = stop
+    assert ends >= SLOTS
 
 
 def call(query, key, value, begin, end, block=None, gate=None, peel=False):

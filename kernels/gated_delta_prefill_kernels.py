@@ -1,0 +1,210 @@
+"""The two launches of `gated_delta_prefill_fused.py`.
+
+``solve`` treats all chunks of 64 tokens side by side: decays, overlaps of keys, and the inverse of each chunk's unit
+lower triangular system, by substitution in fp32 within blocks of 16 rows and pairwise merges of blocks. It never sees
+values. ``walk`` takes the chunks of a sequence in order. It holds the state transposed, [Y, X]: whatever depends on the
+state is then the left operand of a product and stays in registers, and right operands go from memory to the tensor
+cores as they lie.
+
+Raw q, k and v are multiplied, exact in bf16; norms, decays and gates are fp32 factors of rows and columns. Rounded to
+bf16 are the inverse, the overlaps, and the (fp32) state and writes where they are operands.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ready_jax.kernels.gated_delta_chunk import BLOCK
+from ready_jax.kernels.pallas_triton import WHOLE, barrier, kernel_call, load, store
+
+CHUNK = 64
+BLOCKS = CHUNK // BLOCK
+LOG2_E = 1 / math.log(2)
+BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+
+class Solved(NamedTuple):
+    """Of each chunk, what the state's walk needs: ``writes = inverse (v + minus k S)``, outputs =
+    ``q_in q S + reading writes``, state after = ``keep S + k^T (k_out writes)``."""
+
+    inverse_BNMCC: jax.Array  # columns scaled by beta
+    reading_BNMCC: jax.Array
+    factors_BNMFC: jax.Array  # of a chunk's rows: minus, q_in, k_out; and keep, the same for all
+
+
+def _dot(a, b):
+    return jnp.dot(a, b, preferred_element_type=FP32)
+
+
+def _masked_exp2(mask, x):
+    """``2^x``, zero outside the mask; None: all of it."""
+    return jnp.exp2(x if mask is None else jnp.where(mask, x, -jnp.inf))
+
+
+def _chunk_of(ref, b, number, length: int, *at):
+    """A chunk's rows of ``ref[b]``; zeros behind the end."""
+    rows = ref.at[(b, pl.ds(number * CHUNK, CHUNK), *at)]
+    if length % CHUNK == 0:
+        return load(rows)
+    inside = number * CHUNK + jnp.arange(CHUNK) < length
+    for size in (x.size for x in at if isinstance(x, pl.Slice)):
+        inside = jnp.broadcast_to(inside[:, None], (CHUNK, size))
+    return load(rows, mask=inside, other=0.0)
+
+
+def _solve_body(*refs, length: int, packed: bool, interpret: bool):
+    """One chunk of one key head, for the memories that the head serves, one after the other."""
+    q_ref, k_ref, g_ref, beta_ref, *refs = refs
+    segment_ref, refs = (refs[0], refs[1:]) if packed else (None, refs)
+    inverse_ref, reading_ref, factor_ref, lower_ref, block_ref = refs
+    number, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    width, group = k_ref.shape[3], g_ref.shape[2] // k_ref.shape[2]
+    every, place = pl.ds(0, CHUNK), jnp.arange(CHUNK)
+    i, j = place[:, None], place[None, :]
+    q, k = (_chunk_of(ref, b, number, length, head, pl.ds(0, width)) for ref in (q_ref, k_ref))
+
+    def inverse_norm(x):
+        return jax.lax.rsqrt(jnp.sum(jnp.square(x.astype(FP32)), axis=1) + 1e-6)
+
+    q_norm, k_norm = inverse_norm(q) * width**-0.5, inverse_norm(k)
+    keys = _dot(k, k.T) * k_norm[:, None] * k_norm[None, :]
+    queries = _dot(q, k.T) * q_norm[:, None] * k_norm[None, :]
+    lower, first, last, together = i >= j, None, None, None
+    if segment_ref is not None:
+        segment = load(segment_ref.at[b, jnp.minimum(number * CHUNK + place, length - 1)])
+        before = load(segment_ref.at[b, jnp.maximum(number * CHUNK - 1, 0)])
+        after = load(segment_ref.at[b, jnp.minimum(number * CHUNK + CHUNK, length) - 1])
+        lower &= segment[:, None] == segment[None, :]
+        first, last, together = segment == before, segment == after, before == after
+
+    def memory(n, _):
+        m = head * group + n
+        beta, decay = (_chunk_of(ref, b, number, length, m) for ref in (beta_ref, g_ref))
+        decay = jnp.cumsum(decay * LOG2_E)
+        total = jnp.sum(jnp.where(place == CHUNK - 1, decay, 0.0))
+        since, until = _masked_exp2(first, decay), _masked_exp2(last, total - decay)
+        keep = jnp.broadcast_to(_masked_exp2(together, total), (CHUNK,))
+        for at, factor in enumerate((-k_norm * since, q_norm * since, k_norm * until, keep)):
+            store(factor_ref.at[b, number, m, jnp.int32(at), every], factor)
+        ratio = _masked_exp2(lower, decay[:, None] - decay[None, :])
+        store(reading_ref.at[b, number, m, every, every], (queries * ratio).astype(BF16))
+        overlap = jnp.where(i > j, keys * ratio * beta[:, None], 0.0)
+
+        # The diagonal blocks' rows go through memory, [CHUNK, BLOCK]: a row cannot be cut out of registers.
+        own = (place // BLOCK)[:, None, None] == jnp.arange(BLOCKS)[None, :, None]
+        blocks = jnp.sum(jnp.where(own, overlap.reshape(CHUNK, BLOCKS, BLOCK), 0.0), axis=1)
+        here, top = (b, number, head), place // BLOCK * BLOCK
+        store(lower_ref.at[(*here, every, pl.ds(0, BLOCK))], blocks)
+        barrier(interpret=interpret)
+        solved = []  # row r of the inverses; lane n * BLOCK + c is column c of block n
+        for r in range(BLOCK):
+            row = (place - top == r).astype(FP32)
+            for c in range(r):
+                row -= load(lower_ref.at[(*here, top + r, jnp.full((CHUNK,), c))]) * solved[c]
+            solved.append(row)
+        for r in range(BLOCK):
+            store(block_ref.at[(*here, top + r, place - top)], solved[r])
+        barrier(interpret=interpret)
+        blocks = load(block_ref.at[(*here, every, pl.ds(0, BLOCK))])[:, None, :]
+        inverse = jnp.where(own, blocks, 0.0).reshape(CHUNK, CHUNK)
+        size = BLOCK
+        while size < CHUNK:  # [[a, 0], [x, b]] has the inverse [[a', 0], [-b' x a', b']]; entries are of order 1
+            corner = jnp.where((i // size != j // size) & (i // (2 * size) == j // (2 * size)), overlap, 0.0)
+            half = inverse.astype(FP16)
+            inverse += _dot(-half, _dot(corner.astype(FP16), half).astype(FP16))
+            size *= 2
+        store(inverse_ref.at[b, number, m, every, every], (inverse * beta[None, :]).astype(BF16))
+        return _
+
+    jax.lax.fori_loop(0, group, memory, 0)
+
+
+def solve(q_BTKX, k_BTKX, g_BTM, beta_BTM, segment_BT=None, *, warps: int = 4, interpret: bool = False) -> Solved:
+    (batch, length, keys, _), memories = q_BTKX.shape, g_BTM.shape[2]
+    count = pl.cdiv(length, CHUNK)
+    shape = partial(jax.ShapeDtypeStruct, dtype=FP32)
+    square = shape((batch, count, memories, CHUNK, CHUNK), dtype=BF16)
+    scratch = shape((batch, count, keys, CHUNK, BLOCK))
+    operands = (q_BTKX, k_BTKX, g_BTM, beta_BTM) + (() if segment_BT is None else (segment_BT,))
+    found = kernel_call(
+        partial(_solve_body, length=length, packed=segment_BT is not None, interpret=interpret),
+        name="gated_delta_prefill_solve",
+        grid=(count, keys, batch),
+        out_shape=[square, square, shape((batch, count, memories, 4, CHUNK)), scratch, scratch],
+        in_specs=[WHOLE] * len(operands),
+        out_specs=[WHOLE] * 5,
+        num_warps=warps,
+        interpret=interpret,
+    )(*operands)
+    return Solved(*found[:3])
+
+
+def _walk_body(*refs, logged: bool, block: int):
+    """``block`` columns of one memory, through all chunks."""
+    s_ref, q_ref, k_ref, v_ref, inverse_ref, reading_ref, factor_ref, *refs = refs
+    slot_ref, refs = (refs[0], refs[1:]) if logged else (None, refs)
+    out_ref, last_ref, *log = refs
+    y, m, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    (_, length, memories, _), (keys, width) = v_ref.shape, k_ref.shape[2:]
+    head, x, mine, every = m // (memories // keys), pl.ds(0, width), pl.ds(y * block, block), pl.ds(0, CHUNK)
+    row, column = jnp.arange(width)[None, :], (y * block + jnp.arange(block))[:, None]
+
+    def chunk(number, s):
+        q, k = (_chunk_of(ref, b, number, length, head, x) for ref in (q_ref, k_ref))
+        v = _chunk_of(v_ref, b, number, length, m, mine)
+        inverse, reading = (load(ref.at[b, number, m, every, every]) for ref in (inverse_ref, reading_ref))
+        minus, q_in, k_out = (factor_ref.at[b, number, m, jnp.int32(i), every] for i in range(3))
+        keep = load(factor_ref.at[b, number, m, jnp.int32(3), jnp.arange(block) % CHUNK])
+        q_in = load(q_in)
+        operand = s.astype(BF16)
+        read = _dot(operand, k.T) * load(minus)[None, :]
+        writes = _dot(v.T, inverse.T) + _dot(read.astype(BF16), inverse.T)
+        out = _dot(operand, q.T) * q_in[None, :] + _dot(writes.astype(BF16), reading.T)
+        token = number * CHUNK + jnp.arange(CHUNK)[None, :]
+        inside = jnp.broadcast_to(token < length, (block, CHUNK)) if length % CHUNK else None
+        store(out_ref.at[b, token, m, column], out.astype(out_ref.dtype), mask=inside)
+        if slot_ref is not None:
+            slot = load(slot_ref.at[b, number])
+
+            @pl.when(slot >= 0)
+            def _keep():
+                store(log[0].at[b, slot, m, row, column], s)
+                store(log[1].at[b, slot, m, jnp.arange(CHUNK)[None, :], column], writes)
+
+        return s * keep[:, None] + _dot((writes * load(k_out)[None, :]).astype(BF16), k)
+
+    s = jax.lax.fori_loop(0, pl.cdiv(length, CHUNK), chunk, load(s_ref.at[b, m, row, column]))
+    store(last_ref.at[b, m, row, column], s)
+
+
+def walk(
+    s_BMXY, q_BTKX, k_BTKX, v_BTMY, solved: Solved, slot_BN=None, slots: int = 0, *,
+    block: int = 64, warps: int = 4, stages: int = 2, interpret: bool = False,
+):  # fmt: skip
+    """Outputs in the values' type, the last state; with ``slot_BN`` also, for chunks whose slot is not negative, the
+    state before the chunk [B, slots, M, X, Y] and its writes [B, slots, M, C, Y], both fp32."""
+    batch, memories, width, values = s_BMXY.shape
+    block = min(block, values)
+    shape = partial(jax.ShapeDtypeStruct, dtype=FP32)
+    out_shape = [shape(v_BTMY.shape, dtype=v_BTMY.dtype), shape(s_BMXY.shape)]
+    operands = (s_BMXY, q_BTKX, k_BTKX, v_BTMY, *solved)
+    if slot_BN is not None:
+        operands += (slot_BN,)
+        out_shape += [shape((batch, slots, memories, size, values)) for size in (width, CHUNK)]
+    return kernel_call(
+        partial(_walk_body, logged=slot_BN is not None, block=block),
+        name="gated_delta_prefill_walk",
+        grid=(values // block, memories, batch),
+        out_shape=out_shape,
+        in_specs=[WHOLE] * len(operands),
+        out_specs=[WHOLE] * len(out_shape),
+        num_warps=warps,
+        num_stages=stages,
+        interpret=interpret,
+    )(*operands)

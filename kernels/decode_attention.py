@@ -44,18 +44,20 @@ class Splits(NamedTuple):
 
     def place(self, slot):
         """The split that holds a slot."""
-        beyond = self.border // self.short + (slot - self.border) // self.long
-        return jnp.where(slot < self.border, slot // self.short, beyond)
+        near, far = jnp.clip(slot, 0, self.border), jnp.maximum(slot - self.border, 0)
+        return jax.lax.div(near, self.short) + jax.lax.div(far, self.long)
 
-    def range(self, place):
-        """First slot of a split, and the slot behind its last."""
+    def start(self, place):
+        """The first slot of a split; split ``place`` ends where the next begins."""
         few = self.border // self.short
-        start = jnp.where(place < few, place * self.short, self.border + (place - few) * self.long)
-        return start, start + jnp.where(place < few, self.short, self.long)
+        return jnp.minimum(place, few) * self.short + jnp.maximum(place - few, 0) * self.long
 
     def count(self, slots: int) -> int:
         """Splits of a buffer."""
         return pl.cdiv(min(slots, self.border), self.short) + pl.cdiv(max(slots - self.border, 0), self.long)
+
+
+SPLITS = Splits()
 
 
 def why_not(**facts) -> str | None:
@@ -141,7 +143,7 @@ def _split_body(*refs, rows, block, group, splits, chunk, tile, width, scale, pe
             run(lambda query, carry: step(query, from_block, value, seen, carry))
 
     offset = 1 if block else 0
-    start, stop = splits.range(place - offset)
+    start, stop = splits.start(place - offset), splits.start(place - offset + 1)
     low, high = jnp.maximum(start, first_begin), jnp.minimum(jnp.minimum(stop, last_end), slots)
 
     @pl.when((place >= offset) & (low < high))
@@ -217,7 +219,7 @@ def decode_attention(
     *,
     block: tuple[Float[Array, "B P G H"], Float[Array, "B P G H"]] | None = None,
     gate_BTQH: Float[Array, "B T Q H"] | None = None,
-    splits: Splits = Splits(),
+    splits: Splits = SPLITS,
     chunk: int | None = None,
     num_warps: int | None = None,
     num_stages: int = 3,
@@ -257,7 +259,9 @@ def decode_attention(
     )(*operands)
     gate = () if gate_BTQH is None else (gate_BTQH.reshape(query.shape),)
     (out,) = kernel_call(
-        functools.partial(_sum_body, block=block_rows, group=group, splits=splits, gated=bool(gate), interpret=interpret),
+        functools.partial(
+            _sum_body, block=block_rows, group=group, splits=splits, gated=bool(gate), interpret=interpret
+        ),
         name="decode_attention_sum",
         grid=(heads, rows, batch),
         out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype)],

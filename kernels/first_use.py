@@ -51,6 +51,23 @@ def gated_delta_rows(reference, module) -> None:
     _compare(run, module, reference, (s, tail), 2e-2)
 
 
+def gated_delta_prefill(reference, call) -> None:
+    """150 tokens in three sequences, the last tokens dead, four memories of two key heads, and states within."""
+    q, k, v = _normal((2, 150, 2, 128), (2, 150, 2, 128), (2, 150, 4, 128))
+    s, gate, beta = _normal((2, 4, 128, 128), (2, 150, 4), (2, 150, 4), scale=0.3, dtype=jnp.float32)
+    token = jnp.arange(150)[None]
+    options = dict(
+        live_BT=token < jnp.array([[150], [101]]),
+        segment_BT=(token > jnp.array([[70], [1000]])).astype(jnp.int32) + (token > 90),
+        states_at_BA=jnp.array([[64, 80, 150], [0, 70, 100]]),
+    )
+
+    def run(call, s, q, k):
+        return call(s, q, k, v, -jnp.abs(gate), jax.nn.sigmoid(beta), **options)
+
+    _compare(run, call, reference, (s, q, k), 2e-2)
+
+
 def attend_rows(reference, call) -> None:
     """Eight rows over 150 slots, with and without a block of the drafter's."""
     q, gate, k, v, bk, bv = _normal((2, 8, 6, 64), (2, 8, 6, 64), *[(2, 150, 2, 64)] * 2, *[(2, 7, 2, 64)] * 2)
@@ -62,6 +79,17 @@ def attend_rows(reference, call) -> None:
             call(q, k, v, begin, end, block=None, gate_BTQH=gate),
             call(q, k, v, begin + 30, end, block=(bk, bv), gate_BTQH=None),
         )
+
+    _compare(run, call, reference, (q, k, v), 2e-2)
+
+
+def attend_ranges(reference, call) -> None:
+    """150 causal rows after 40 committed slots, of which every row forgets the first 9 in one sequence."""
+    q, k, v = _normal((2, 150, 6, 64), (2, 200, 2, 64), (2, 200, 2, 64))
+    end = jnp.broadcast_to(41 + jnp.arange(150)[None], (2, 150))
+
+    def run(call, *arrays):
+        return call(*arrays, jnp.zeros_like(end).at[1].set(9), end)
 
     _compare(run, call, reference, (q, k, v), 2e-2)
 

@@ -15,10 +15,7 @@ from ready_jax.config import TargetConfig
 from ready_jax.kernels import attention as kernel
 from ready_jax.kernels import attention_inputs as inputs
 from ready_jax.kernels.attention_inputs import write_rows
-from ready_jax.layers import linear, normal
-
-#: Queries of a prefill that meet the buffer at once.
-QUERY_BLOCK = 64
+from ready_jax.layers import linear, normal, summed_linear
 
 
 class GatedAttention(nnx.Module):
@@ -42,7 +39,7 @@ class GatedAttention(nnx.Module):
 
     def finish(self, out_BTQH, gate_BTQH):
         gated_BTQH = out_BTQH * jax.nn.sigmoid(gate_BTQH)
-        return linear(gated_BTQH.reshape(gated_BTQH.shape[:2] + (-1,)), self.w_out_OD[...])
+        return summed_linear(gated_BTQH.reshape(gated_BTQH.shape[:2] + (-1,)), self.w_out_OD[...])
 
     def mix(self, fused_BTI, angles, key_BSGH, value_BSGH, length_B):
         """From the fused projection of verify rows at ``length_B ..`` to what meets ``w_out``, and the buffers."""
@@ -58,35 +55,23 @@ class GatedAttention(nnx.Module):
         """Verify rows at ``length_B ..``: output and the buffers that hold the rows."""
         fused_BTI = linear(x_BTD, self.w_in_DI[...])
         out_BTO, key_BSGH, value_BSGH = self.mix(fused_BTI, angles, key_BSGH, value_BSGH, length_B)
-        return linear(out_BTO, self.w_out_OD[...]), key_BSGH, value_BSGH
+        return summed_linear(out_BTO, self.w_out_OD[...]), key_BSGH, value_BSGH
 
     def prefill(self, x_BTD, angles, key_BSGH, value_BSGH, length_B, num_B):
         """Any number of tokens after ``length_B`` committed ones; rows past ``num_B`` leave no trace."""
         query, gate, key, value = self.project(x_BTD, angles)
         key_BSGH = write_rows(key_BSGH, key, length_B, num_B)
         value_BSGH = write_rows(value_BSGH, value, length_B, num_B)
-        slot_BS = jnp.arange(key_BSGH.shape[1])[None]
-        live_BS = slot_BS < (length_B + num_B)[:, None]
-        clean_BSGH = kernel.clean(value_BSGH, live_BS)
-
-        def attend(block, rows_BTQH):
-            start = block * QUERY_BLOCK
-            query_BTQH = jax.lax.dynamic_slice_in_dim(rows_BTQH, start, QUERY_BLOCK, axis=1)
-            row_T = start + jnp.arange(QUERY_BLOCK)
-            seen_BTS = slot_BS[:, None] <= length_B[:, None, None] + row_T[None, :, None]
-            out_BTQH = kernel.attend(query_BTQH, key_BSGH, clean_BSGH, seen_BTS & live_BS[:, None])
-            return jax.lax.dynamic_update_slice_in_dim(rows_BTQH, out_BTQH, start, axis=1)
-
-        # Blocks of queries, so that scores do not grow with the length of the pass. Outputs take the place of their
-        # queries: XLA makes a stacked result's buffer before the first layer and keeps those of all layers till used.
-        tokens, blocks = query.shape[1], -(-query.shape[1] // QUERY_BLOCK)
-        padded = jnp.pad(query, [(0, 0), (0, blocks * QUERY_BLOCK - tokens), (0, 0), (0, 0)])
-        out_BTQH = jax.lax.fori_loop(0, blocks, attend, padded)[:, :tokens]
+        row_T = jnp.arange(query.shape[1])
+        end_BT = length_B[:, None] + jnp.minimum(row_T[None] + 1, num_B[:, None])
+        out_BTQH = kernel.attend_ranges(query, key_BSGH, value_BSGH, jnp.zeros_like(end_BT), end_BT)
         return self.finish(out_BTQH, gate), key_BSGH, value_BSGH
 
     def sequence(self, x_BTD, angles, segment_BT):
         """Whole packed sequences from nothing: causal within equal segment ids."""
         query, gate, key, value = self.project(x_BTD, angles)
-        row = jnp.arange(x_BTD.shape[1])
-        causal_BTS = (row[:, None] >= row[None])[None] & (segment_BT[:, :, None] == segment_BT[:, None])
-        return self.finish(kernel.attend(query, key, value, causal_BTS), gate)
+        row_T = jnp.arange(x_BTD.shape[1])
+        changed_BT = jnp.pad(segment_BT[:, 1:] != segment_BT[:, :-1], [(0, 0), (1, 0)])
+        begin_BT = jax.lax.cummax(jnp.where(changed_BT, row_T[None], 0), axis=1)
+        end_BT = jnp.broadcast_to(row_T[None] + 1, begin_BT.shape)
+        return self.finish(kernel.attend_ranges(query, key, value, begin_BT, end_BT, differentiable=True), gate)

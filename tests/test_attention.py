@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from ready_jax.attention import write_rows
-from ready_jax.kernels.attention import attend, attend_rows, clean
+from ready_jax.kernels import attention
+from ready_jax.kernels.attention import attend, attend_ranges, attend_rows
 from ready_jax.programs import EXACT
 
 BATCH, TOKENS, SLOTS, QUERIES, GROUPS, HEAD = 3, 8, 24, 6, 2, 16
 exact = functools.partial(jax.jit, compiler_options=EXACT)
 attend_jit, write_jit = exact(attend), exact(write_rows)
-clean_jit = exact(clean)
 
 
 @exact
@@ -100,17 +100,72 @@ def test_a_row_does_not_depend_on_slots_it_may_not_see(dtype):
             same_bits(found[:, row], wanted[:, row])
 
 
-def test_cleaned_values_hide_dead_slots_from_many_queries():
-    query, key, value, visible = inputs(5)
-    live = np.arange(SLOTS)[None] < np.array([[8], [13], [24]])
-    visible &= live[:, None]
-    wanted = attend_jit(query, key, np.asarray(clean_jit(value, live)), visible)
-    np.testing.assert_allclose(wanted, float64(query, key, value, visible), atol=3e-6, rtol=0)
-    for fill in (np.nan, np.inf, -3.0):
-        dirty = [np.where(live[..., None, None], x, np.float32(fill)) for x in (key, value)]
-        cleaned = np.asarray(clean_jit(dirty[1], live))
-        assert not cleaned[~live].any()
-        same_bits(attend_jit(query, dirty[0], cleaned, visible), wanted)
+#: Rows of two kernel tiles, ranges of packed texts, of a text after 40 committed slots, and of one with a window.
+STARTS = np.array([[0, 100], [0, 0], [30, 30]]), np.array([0, 40, 35])
+
+
+def ranges(tokens=140, slots=190, seed=5):
+    rng = np.random.default_rng(seed)
+    shapes = (3, tokens, QUERIES, HEAD), (3, slots, GROUPS, HEAD), (3, slots, GROUPS, HEAD)
+    arrays = [2 * rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    end = STARTS[1][:, None] + 1 + np.arange(tokens)
+    begin = np.where(end > STARTS[0][:, 1:], STARTS[0][:, 1:], STARTS[0][:, :1])
+    return arrays, begin.astype(np.int32), end.astype(np.int32)
+
+
+@functools.partial(exact, static_argnums=0)
+def ranges_jit(impl, *operands):
+    return attend_ranges(*operands, impl=impl)
+
+
+@pytest.mark.parametrize(("impl", "dtype"), [("whole", "float32"), ("blocks", "float32"), ("interpret", "bfloat16")])
+def test_rows_over_their_ranges(impl, dtype):
+    """Every form against float64; what lies past all ranges changes no bit, NaN included."""
+    arrays, begin, end = ranges()
+    query, key, value = (jnp.asarray(x, dtype) for x in arrays)
+    found = ranges_jit(impl, query, key, value, begin, end)
+    slot = np.arange(key.shape[1])
+    visible = (slot >= begin[..., None]) & (slot < end[..., None])
+    bound = 5e-6 if dtype == "float32" else 3e-2
+    np.testing.assert_allclose(np.asarray(found, np.float64), float64(query, key, value, visible), atol=bound, rtol=0)
+    past = (slot >= end.max(axis=1, keepdims=True))[..., None, None]
+    for fill in (np.nan, np.inf):
+        dirty = [jnp.where(past, jnp.asarray(fill, dtype), x) for x in (key, value)]
+        same_bits(ranges_jit(impl, query, *dirty, begin, end), found)
+
+
+def test_the_kernel_for_ranges_has_the_gradient_of_the_plain_form():
+    arrays, begin, end = ranges(tokens=20, slots=60)
+    operands = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
+    begin, end = jnp.asarray(begin), jnp.asarray(end)
+
+    def loss(impl):
+        return lambda q, k, v: jnp.sum(jnp.square(attend_ranges(q, k, v, begin, end, impl=impl).astype(jnp.float32)))
+
+    found, wanted = (jax.jit(jax.grad(loss(impl), (0, 1, 2)))(*operands) for impl in ("interpret", "whole"))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), atol=0.02 * float(jnp.abs(b).max()), rtol=0
+        )
+
+
+def test_gradients_need_a_form_that_has_them():
+    found = [each.why_not(differentiable=True, platform="cpu") for each in attention.RANGES]
+    assert "gpu" in str(found[0])
+    assert "gradients" in str(found[1])
+    assert found[2] is None
+
+
+@pytest.mark.gpu
+def test_ranges_on_the_gpu_at_full_width():
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((1, 500, 24, 256), (1, 900, 4, 256), (1, 900, 4, 256))
+    )
+    end = (301 + np.arange(500))[None].astype(np.int32)
+    found, wanted = (ranges_jit(impl, query, key, value, np.zeros_like(end), end) for impl in ("flash", "whole"))
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), atol=8e-3, rtol=0)
 
 
 def test_rows_past_num_and_past_the_buffer_are_dropped():

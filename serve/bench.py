@@ -40,13 +40,16 @@ from ready_jax.target import Target
 
 #: The published acceptance length of ReaDy on this target (arXiv 2610.20503).
 PUBLISHED_ACCEPTANCE = 4.5285
-STEPS = ("ceiling", "prefill", "autoregressive", "verify", "dspark", "ready", "fp8", "readers", "exact", "kernels")
+STEPS = (
+    "ceiling", "prefill", "autoregressive", "verify", "dspark", "ready", "fp8", "readers", "ablations", "exact",
+    "kernels",
+)  # fmt: skip
 KEYS = (
     "read_ceiling_tb_s", "autoregressive_ms", "verify_ms", "dspark_round_ms", "ready_round_ms",
     "ready_round_fp8_draft_ms", "round_minus_autoregressive_ms", "gated_delta_verify_us", "decode_attention_16k_us",
     "gated_delta_prefill_16k_ms", "fla_prefill_16k_ms", "prefill_2048_ms", "state_gather_us", "reader_us",
     "state_gather_unfused_us", "reader_unfused_us", "reader_slope_us", "bit_identical_rounds", "rounds_compared",
-    "peak_gib", "peak_gib_16k", "kernels_per_round", "compile_seconds",
+    "peak_gib", "peak_gib_16k", "kernels_per_round", "compile_seconds", "propose_ms", "ablation_round_ms",
 )  # fmt: skip
 
 
@@ -299,6 +302,25 @@ class Bench:
         times = [self.timed(f"{n} readers", self.drafter.with_reader(Readers(readers[:n]))) for n in counts]
         self.record["reader_slope_us"] = 1e3 * float(np.polyfit(counts, times, 1)[0])
 
+    def ablations(self) -> None:
+        """Rounds under other readers: what proposing costs with each, put in the place of proposing without one."""
+        program = Program(propose_loop, options=self.xla)
+        self.programs.append(program)
+
+        def proposing(drafter) -> float:
+            arguments = dict(target=self.target, drafter=drafter, context=self.context, states=self.state.recurrent)
+            call = lambda turns: program(**arguments, anchor_B=self.anchor_B, turns=jnp.int32(turns))  # noqa: E731
+            return 1e3 * slope(call, self.turns, self.options.windows)[0]
+
+        plain, round_ms = proposing(self.bare), self.record["dspark_round_ms"]
+        self.record["propose_ms"] = {"no reader": plain}
+        self.record["ablation_round_ms"] = {}
+        for change in ablations(self.preset, self.config.num_layers):
+            reader = reader_config(self.preset, self.options.drafter, [change])
+            drafter = random_drafter(self.preset.drafter(self.options.drafter, reader))
+            self.record["propose_ms"][change] = ms = proposing(drafter)
+            self.record["ablation_round_ms"][change] = None if round_ms is None else round_ms + ms - plain
+
     def verify(self) -> None:
         """Scoring a block without committing it: each pass reads the tokens that the last one chose."""
         program = Program(verify_loop, options=self.xla)
@@ -372,8 +394,9 @@ class Bench:
     def __call__(self) -> dict[str, Any]:
         self.attempt("build", self.build)
         skipped = {"readers"} - {"readers" if self.options.reader_slope else ""}
+        skipped |= {"ablations"} - {"ablations" if self.options.ablations else ""}
         skipped |= {"fp8"} - {"fp8" if self.options.fp8_draft else ""}
-        skipped |= {"ready", "fp8", "readers"} if self.config.reader is None else set()
+        skipped |= {"ready", "fp8", "readers", "ablations"} if self.config.reader is None else set()
         for name in STEPS:
             if name in (self.options.only or [s for s in STEPS if s not in skipped]):
                 self.attempt(name, getattr(self, name))
@@ -404,6 +427,16 @@ def verify_loop(target, state, token_BT, turns):
     return jax.lax.fori_loop(0, turns, body, (state, token_BT))
 
 
+def propose_loop(target, drafter, context, states, anchor_B, turns):
+    borrowed = () if drafter.config.own_embeddings else (target.embed, target.unembed)
+
+    def body(_, anchor_B):
+        held, anchor_B = jax.lax.optimization_barrier((states, anchor_B))  # else the states' part would leave the loop
+        return drafter.propose(context, anchor_B, held, *borrowed).token_BP[:, -1]
+
+    return jax.lax.fori_loop(0, turns, body, anchor_B)
+
+
 def histogram(run: Decoding) -> dict[str, Any]:
     """Rounds by accepted proposals, and tokens per round."""
     rounds_B, accepted_BN = np.asarray(run.num_rounds_B), np.asarray(run.accepted_BN)
@@ -427,6 +460,16 @@ def identical_rounds(found: Decoding, wanted: Decoding, compared: Comparison) ->
         first = int(np.argmin(same_BN[row])) if not same_BN[row].all() else same_BN.shape[1]
         total += int(np.sum(ends <= first))
     return total
+
+
+def ablations(preset: Preset, draft_layers: int) -> list[str]:
+    """The readers whose speed the paper compares (arXiv 2610.20503), as changes of the final one."""
+    first, middle, last = preset.reader_layers
+    layers = [f"layers={last}", f"layers={middle},{last}", f"layers={first},{middle},{last}"]
+    every_other = ",".join(str(i) for i in range(0, draft_layers, 2))
+    target = preset.target
+    full = min(target.linear_key_head_dim, target.linear_value_head_dim)
+    return ["rank=8", f"rank={full}", *layers, "inject=last", f"inject={every_other}", "inject=all", "side=before"]
 
 
 def reader_config(preset: Preset, revision: str, words: Sequence[str]):
@@ -460,6 +503,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--fp8-draft", action="store_true", help="also time the drafter in fp8")
     parser.add_argument("--reader-slope", action="store_true", help="also time rounds with 1, 5 and 9 readers")
+    parser.add_argument("--ablations", action="store_true", help="also rounds under the readers the paper compares")
     parser.add_argument("--profile", action="store_true", help="also where each kind of round spends its time")
     parser.add_argument("--only", nargs="+", choices=STEPS, metavar="STEP", help=f"of {' '.join(STEPS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here, after every step")

@@ -24,7 +24,8 @@ from ready_jax.state import init_state
 from ready_jax.target import Target
 
 SMALL = ["--preset", "lookalike", "--context", "24", "--turns", "1", "3", "--windows", "1", "--ceiling-mib", "1"]
-SMALL += ["--rounds", "65", "--kernel-context", "64", "--kernel-turns", "1", "2", "--fp8-draft", "--reader-slope"]
+SMALL += ["--rounds", "65", "--kernel-context", "64", "--kernel-turns", "1", "2"]
+SMALL += ["--fp8-draft", "--reader-slope", "--ablations"]
 
 
 def run(folder, *more: str) -> dict:
@@ -63,6 +64,9 @@ def test_every_step_runs(tmp_path):
     detail = record["detail"]
     assert detail["ready"]["bytes"]["total"] > detail["ready fp8 draft"]["bytes"]["total"]
     assert detail["ready"]["bytes"]["total"] > detail["dspark"]["bytes"]["total"]
+    changes = bench.ablations(LOOKALIKE, 2)
+    assert list(record["propose_ms"]) == ["no reader", *changes]
+    assert list(record["ablation_round_ms"]) == changes
     assert set(detail) == {
         "autoregressive",
         "dspark",

@@ -231,14 +231,13 @@ def attend_blocks(
     groups, count = key_BTGH.shape[2], visible_BAT.shape[1]
     query = query_BOQH.reshape(batch, count, rows // count, groups, -1, width)
     own_key, own_value = (x.reshape(batch, count, -1, groups, width) for x in (key_BOGH, value_BOGH))
-    precision = dict(precision=_precision(query), preferred_element_type=jnp.float32)
-    far = jnp.einsum("BAPGqH,BTGH->BAGqPT", query, key_BTGH.astype(query.dtype), **precision)
-    near = jnp.einsum("BAPGqH,BASGH->BAGqPS", query, own_key, **precision)
-    seen = jnp.concatenate(
-        [visible_BAT, jnp.ones((batch, count, own_key.shape[2]), bool)], axis=-1
-    )[:, :, None, None, None]  # fmt: skip
+    product = partial(jnp.einsum, precision=_precision(query), preferred_element_type=jnp.float32)
+    far = product("BAPGqH,BTGH->BAGqPT", query, key_BTGH.astype(query.dtype))
+    near = product("BAPGqH,BASGH->BAGqPS", query, own_key)
+    own = jnp.ones((batch, count, own_key.shape[2]), bool)
+    seen = jnp.concatenate([visible_BAT, own], axis=-1)[:, :, None, None, None]
     weight = _softmax(jnp.concatenate([far, near], axis=-1) * width**-0.5, seen).astype(value_BOGH.dtype)
     slots = key_BTGH.shape[1]
-    out = jnp.einsum("BAGqPT,BTGH->BAPGqH", weight[..., :slots], value_BTGH.astype(weight.dtype), **precision)
-    out += jnp.einsum("BAGqPS,BASGH->BAPGqH", weight[..., slots:], own_value, **precision)
+    out = product("BAGqPT,BTGH->BAPGqH", weight[..., :slots], value_BTGH.astype(weight.dtype))
+    out += product("BAGqPS,BASGH->BAPGqH", weight[..., slots:], own_value)
     return out.reshape(batch, rows, heads, width).astype(query_BOQH.dtype)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ready_jax import names, schema
+from ready_jax import adapter, names, schema, sharding
 from ready_jax.config import DrafterConfig, TargetConfig
 from ready_jax.drafter import Drafter
 from ready_jax.export import save_pretrained
@@ -147,7 +147,8 @@ def _plan_drafter(
     if not reader and raw.pop("ready_reader", None) is not None:
         notes.append("reader=False: the state reader of this checkpoint is left out, it drafts as plain DSpark")
     config = schema.drafter_config(raw, where, mask_token_id=mask_token_id)
-    found = scan(folder)
+    base = adapter.base_of(raw, folder)
+    found = scan(folder) if base is None else adapter.scan_adapter(folder, raw, resolve(*base)[0])
     own = _own_embeddings(found)
     if own is not None and own != config.own_embeddings:
         config = replace(config, own_embeddings=own)
@@ -186,7 +187,9 @@ def load_drafter_with_report(
     dtype = _dtype(dtype)
     config, plan = _plan_drafter(source, revision, mask_token_id, reader)
     plan.report.raise_if_wrong(strict)
-    return _fill(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype), plan, mesh), plan.report
+    drafter = _fill(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype), plan, mesh)
+    adapted = adapter.attach_stored(drafter, Path(plan.report.source), dtype)
+    return adapted if mesh is None else sharding.place(adapted, mesh), plan.report
 
 
 def load_drafter(
@@ -255,11 +258,7 @@ def _fill(make: Callable[[], Any], plan: Plan, mesh: Any) -> Any:
             value = jax.block_until_ready(jax.device_put(value))
         filled.append((path, variable.replace(value)))
     model = nnx.merge(graph, nnx.from_flat_state(filled))
-    if mesh is None:
-        return model
-    from ready_jax.sharding import place  # only where several devices are used
-
-    return place(model, mesh)
+    return model if mesh is None else sharding.place(model, mesh)
 
 
 def _draw(make: Callable[[], Any], paths: set[tuple[Any, ...]]) -> dict[tuple[Any, ...], np.ndarray]:

@@ -105,6 +105,9 @@ class ReaderConfig:
 
     Field by field these are the readings A1..A14 of the published description; the defaults are the ones chosen in
     ``docs/decisions.md``. ``state_layers`` are absolute decoder-layer numbers of the target.
+
+    ``reads`` other than "own" makes a control of the same size: states that are zero, those of the sequence half a
+    batch away ("shuffled"), or one identity matrix for all ("identity": an MLP on the draft's hidden state alone).
     """
 
     rank: int
@@ -126,6 +129,7 @@ class ReaderConfig:
     mlp_act: Literal["silu", "gelu", "relu"] = "silu"
     f_norm: bool = False
     eps: float = 1e-6
+    reads: Literal["own", "zero", "shuffled", "identity"] = "own"
 
     def __post_init__(self):
         if self.rank < 1 or self.rank > min(self.key_dim, self.value_dim):
@@ -151,6 +155,23 @@ class ReaderConfig:
     @property
     def num_pairs(self) -> int:
         return len(self.state_layers) * len(self.heads)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank updates ``alpha / rank * x A B`` of a drafter's projections, named as in a checkpoint (``q_proj``)."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc")
+
+    def __post_init__(self):
+        if self.rank < 1 or not self.targets:
+            raise ValueError(f"LoRA needs a rank of at least 1 and targets: found {self.rank} and {self.targets}")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)

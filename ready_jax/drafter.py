@@ -70,7 +70,7 @@ class DraftLayer(nnx.Module):
         return rotate(rms_norm(key, self.k_norm_H[...], c.rms_norm_eps), angles), value
 
     def attend(self, x_BPD, angles, context, attend: Callable):
-        """Attention of block rows over [context ; block rows] (``masked`` or ``between``); ``x`` is already normed."""
+        """Attention of block rows over [context ; block rows] (``blocks`` or ``between``); ``x`` is already normed."""
         c = self.config
         query = linear(x_BPD, self.w_q_DO[...]).reshape(x_BPD.shape[:2] + (c.num_attention_heads, c.head_dim))
         query = rotate(rms_norm(query, self.q_norm_H[...], c.rms_norm_eps), angles)
@@ -78,10 +78,9 @@ class DraftLayer(nnx.Module):
         return linear(out.reshape(x_BPD.shape[:2] + (-1,)), self.w_out_OD[...])
 
 
-def _masked(visible_BPS, query_BPQH, context, block):
-    both = zip(context, block, strict=True)
-    key, value = (jnp.concatenate([old.astype(new.dtype), new], axis=1) for old, new in both)
-    return kernel.attend(query_BPQH, key, value, visible_BPS)
+def _blocks(visible_BAT, query_BOQH, context, block):
+    (key_BTGH, value_BTGH), (key_BOGH, value_BOGH) = context, block
+    return kernel.attend_blocks(query_BOQH, key_BTGH, value_BTGH, key_BOGH, value_BOGH, visible_BAT)
 
 
 def _between(begin_BP, end_BP, query_BPQH, context, block):
@@ -89,9 +88,9 @@ def _between(begin_BP, end_BP, query_BPQH, context, block):
     return kernel.attend_rows(query_BPQH, key_BSGH, value_BSGH, begin_BP, end_BP, block=block)
 
 
-def masked(visible_BPS: Bool[Array, "B P S"]) -> Callable:
-    """Attention under a mask over context slots, then block rows: many blocks at once, as in training."""
-    return jax.tree_util.Partial(_masked, visible_BPS)
+def blocks(visible_BAT: Bool[Array, "B A T"]) -> Callable:
+    """Attention of ``A`` blocks side by side, each over the context slots it may see and itself: training."""
+    return jax.tree_util.Partial(_blocks, visible_BAT)
 
 
 def between(begin_BP: Int[Array, "B P"], end_BP: Int[Array, "B P"]) -> Callable:
@@ -157,7 +156,7 @@ class Drafter(nnx.Module):
     def hidden(self, x_BPD, position_BP, context, attend: Callable, prep=None) -> Float[Array, "B P D"]:
         """Final-normed hidden states of block rows; the same function serves decoding and training.
 
-        ``context``: per layer (key, value) [B, S, G, H]; ``attend``: ``masked`` or ``between``.
+        ``context``: per layer (key, value) [B, S, G, H]; ``attend``: ``blocks`` or ``between``.
         """
         c = self.config
         angles = rope_angles(position_BP, c.rope)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from ready_jax import names, schema
+from ready_jax import lora, names, schema
 from ready_jax.drafter import Drafter
 from ready_jax.layers import Scaled
 from ready_jax.target import Target
@@ -29,11 +29,15 @@ def save_pretrained(
     A state reader's weights stand under ``ready_reader.``, its settings under that key of the config: a plain DSpark
     consumer leaves both out. Files are replaced one by one, the same model gives the same bytes. ``tokenizer``
     (anything with ``save_pretrained``) is saved beside them. Earlier weights in the folder are removed. Raises
-    ValueError for a drafter with fp8 matrices.
+    ValueError for a drafter with fp8 matrices or LoRA updates that are not merged.
     """
     if any(isinstance(leaf, Scaled) for leaf in jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, Scaled))):
         raise ValueError(
             "found fp8 matrices (quantize.draft_fp8); a checkpoint needs the model that they were made from"
+        )
+    if isinstance(model, Drafter) and lora.config_of(model) is not None:
+        raise ValueError(
+            "found LoRA updates: save_pretrained writes whole drafters (lora.merge), adapter.py the updates"
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,18 +54,19 @@ def save_pretrained(
     written = set(weight_map.values())
     if len(shards) > 1:
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
         written.add(INDEX)
     for name in stale - written:
         (folder / name).unlink()
-    _write_json(folder / CONFIG, schema.to_raw(model.config, model.dtype.name))
+    write_json(folder / CONFIG, schema.to_raw(model.config, model.dtype.name))
     if is_target and model.config.eos_token_ids:
-        _write_json(folder / GENERATION, {"eos_token_id": schema.to_raw(model.config)["eos_token_id"]})
+        write_json(folder / GENERATION, {"eos_token_id": schema.to_raw(model.config)["eos_token_id"]})
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a JSON file whole: a reader never sees half of it."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(part, path)
@@ -69,6 +74,13 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def _flat(model: Any) -> dict[tuple[Any, ...], Any]:
     return {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
+
+
+def stored_tensors(leaves: list[names.Leaf], model: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """(stored name, array as it is stored) of some leaves of a model."""
+    for group in _shards(leaves, str, _flat(model), 1 << 62):
+        for name, make in group:
+            yield name, make()
 
 
 def _shards(

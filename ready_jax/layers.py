@@ -5,7 +5,7 @@ Statistics are fp32, one cast at a block's edge (Qwen3.5 reference, ``modeling_q
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,32 @@ class Scaled:
         return self
 
 
+@register
+@dataclass(frozen=True)
+class LowRank:
+    """A matrix and updates of low rank for ranges of its output columns (see ``lora.py``).
+
+    ``down`` [in, rank] and ``up`` [rank, columns of the part]; ``columns`` are the (first, end) of every part.
+    """
+
+    weight: jax.Array
+    down: tuple[jax.Array, ...]
+    up: tuple[jax.Array, ...]
+    columns: tuple[tuple[int, int], ...] = field(metadata=dict(static=True))
+    scale: float = field(metadata=dict(static=True))
+
+    def update(self, x):
+        """``scale * x @ down @ up`` over all output columns, in the type of ``x``; zero outside the parts."""
+        precision, at, pieces = precision_for(x.dtype), 0, []
+        for down, up, (first, end) in zip(self.down, self.up, self.columns, strict=True):
+            low = jnp.matmul(x, down.astype(x.dtype), precision=precision)
+            pieces += [jnp.zeros(x.shape[:-1] + (first - at,), x.dtype)] if first > at else []
+            pieces.append(jnp.matmul(low, up.astype(x.dtype) * self.scale, precision=precision))
+            at = end
+        rest = self.weight.shape[1] - at
+        return jnp.concatenate(pieces + ([jnp.zeros(x.shape[:-1] + (rest,), x.dtype)] if rest else []), axis=-1)
+
+
 def product(x, w):
     """``x @ w`` in fp32; ``w`` is cast to the activation type on the way, so that only what is stored is read."""
     weight = w.weight if isinstance(w, Scaled) else w
@@ -46,6 +72,8 @@ def linear(x, w, bias=None):
     """``x @ w`` with fp32 accumulation, returned in the activation type; masters are cast before the product."""
     if isinstance(w, Scaled):
         y = product(x, w).astype(x.dtype)
+    elif isinstance(w, LowRank):
+        y = linear(x, w.weight) + w.update(x)
     else:
         y = jnp.matmul(x, w.astype(x.dtype), precision=precision_for(x.dtype))
     return y if bias is None else y + bias.astype(x.dtype).reshape((1,) * (y.ndim - 1) + (-1,))

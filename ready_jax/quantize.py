@@ -12,6 +12,7 @@ from flax import nnx
 
 from ready_jax.drafter import Drafter
 from ready_jax.layers import Scaled
+from ready_jax.lora import merge
 
 FP8 = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(FP8).max)
@@ -27,14 +28,14 @@ def fp8(w_IO: jax.Array) -> Scaled:
 
 
 def draft_fp8(drafter: Drafter, head: jax.Array | None = None) -> Drafter:
-    """The same drafter with its large matrices in fp8; norms, embeddings, reader and confidence head stay.
+    """The same drafter (LoRA merged), its large matrices in fp8; norms, embeddings, reader and confidence head stay.
 
     ``head`` [D, V], or else a head of the drafter's own, becomes an fp8 head that ``propose`` prefers to the target's
     (``target.w_out_DV[...]``, or ``target.embed_VD[...].T`` where the two are tied). For decoding: a quantised drafter
     is neither trained nor saved.
     """
-    other = jax.tree.map(lambda leaf: leaf, drafter)
-    large = [(other, "w_fuse_ID")]
+    other = merge(drafter)
+    large: list[tuple[nnx.Module, str]] = [(other, "w_fuse_ID")]
     for layer in other.layers:
         large += [(layer, name) for name in ("w_q_DO", "w_kv_DI", "w_out_OD")]
         large += [(layer.mlp, name) for name in ("w_in_DI", "w_out_FD")]

@@ -63,6 +63,20 @@ class ReadSite(nnx.Module):
         self.w_out_UD = nnx.Param(jnp.zeros((c.mlp_hidden, hidden), dtype))
 
 
+def substituted(s_BMXY, reads: str):
+    """What a control reads instead of the target's own states (``ReaderConfig.reads``)."""
+    if reads == "zero":
+        return jnp.zeros_like(s_BMXY)
+    if reads == "identity":
+        eye_XY = jnp.eye(*s_BMXY.shape[2:], dtype=s_BMXY.dtype)
+        return jnp.broadcast_to(eye_XY[None, None], s_BMXY.shape)
+    if reads == "shuffled":
+        if s_BMXY.shape[0] < 2:
+            raise ValueError("reads='shuffled' takes another sequence's states: a batch of 1 has no other sequence")
+        return jnp.roll(s_BMXY, s_BMXY.shape[0] // 2, axis=0)
+    return s_BMXY
+
+
 class StateReader(nnx.Module):
     """A reader plugs into a drafter through two calls: ``prepare(states)`` and ``reader(prep, hidden_BPD, site)``.
 
@@ -84,6 +98,7 @@ class StateReader(nnx.Module):
         if any(s is None for s in picked):
             empty = [layer for layer, s in zip(c.state_layers, picked, strict=True) if s is None]
             raise ValueError(f"state_layers names {empty}: these layers of the target hold no recurrent state")
+        picked = tuple(substituted(s, c.reads) for s in picked)
         key_dim, value_dim = picked[0].shape[2:]
         if (key_dim, value_dim) != (c.key_dim, c.value_dim):
             raise ValueError(

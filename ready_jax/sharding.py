@@ -43,8 +43,8 @@ def place(model, mesh: Mesh):
     mesh = Mesh(mesh.devices, mesh.axis_names)
 
     def put(path, leaf):
-        names = [str(getattr(key, "name", "")) for key in path]
-        name = next((n for n in reversed(names) if n and n != "value"), "")
+        names = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
+        name = next((n for n in reversed(names) if letters(n)), "")
         return jax.device_put(leaf, NamedSharding(mesh, spec(name, leaf.shape, mesh)))
 
     return jax.tree_util.tree_map_with_path(put, model)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ready_jax.train.anchors import Anchors, block_labels, sample_anchors, step_key, usable
-from ready_jax.train.features import visible_rows
+from ready_jax.train.features import visible_context
 
 #                      p  p  a  a  a  a  p  p  a  a  a  pad
 SEGMENT = np.array([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 0]])
@@ -74,18 +74,17 @@ def test_a_segment_boundary_inside_supervision_ends_the_block():
     assert np.asarray(labels.mask_BAP)[0, 0].tolist() == [True, True, False, False, False]
 
 
-def test_a_block_sees_its_segment_before_its_anchor_and_itself():
-    visible = np.asarray(visible_rows(jnp.array([[4, 9]]), jnp.asarray(SEGMENT), 2))
-    assert visible.shape == (1, 4, 12 + 4)
-    for row, (context, block) in enumerate([((0, 1, 2, 3), (0, 1))] * 2 + [((6, 7, 8), (2, 3))] * 2):
-        assert np.flatnonzero(visible[0, row, :12]).tolist() == list(context)
-        assert np.flatnonzero(visible[0, row, 12:]).tolist() == list(block)
+def test_a_block_sees_its_segment_before_its_anchor():
+    visible = np.asarray(visible_context(jnp.array([[4, 9]]), jnp.asarray(SEGMENT)))
+    assert visible.shape == (1, 2, 12)
+    assert np.flatnonzero(visible[0, 0]).tolist() == [0, 1, 2, 3]
+    assert np.flatnonzero(visible[0, 1]).tolist() == [6, 7, 8]
 
 
 def test_the_window_counts_tokens_before_the_anchor():
-    visible = np.asarray(visible_rows(jnp.array([[4, 9]]), jnp.asarray(SEGMENT), 2, sliding_window=2))
-    assert np.flatnonzero(visible[0, 0, :12]).tolist() == [2, 3]
-    assert np.flatnonzero(visible[0, 2, :12]).tolist() == [7, 8]
+    visible = np.asarray(visible_context(jnp.array([[4, 9]]), jnp.asarray(SEGMENT), sliding_window=2))
+    assert np.flatnonzero(visible[0, 0]).tolist() == [2, 3]
+    assert np.flatnonzero(visible[0, 1]).tolist() == [7, 8]
 
 
 def test_too_many_anchors_is_an_error_with_both_numbers():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ready_jax.checkpoint import load_drafter
-from ready_jax.drafter import masked
+from ready_jax.drafter import blocks
 
 BOUND = 5e-5
 KINDS = ["D1_vanilla", "D2_gated", "D3_rnn", "D4_vanilla_yarn"]
@@ -63,12 +63,11 @@ def test_hidden_states_and_fused_features_equal_the_reference(case):
     anchor = jnp.asarray(rounds["r0.anchor_token"]).reshape(1).astype(jnp.int32)
     inputs = drafter.block_inputs(anchor, drafter.embedding(None))
     slots = context.key[0].shape[1]
-    visible = np.concatenate([np.arange(slots) < start, np.ones(block, bool)])
     hidden = drafter.hidden(
         inputs,
         start + jnp.arange(block)[None],
         list(zip(context.key, context.value, strict=True)),
-        masked(jnp.broadcast_to(jnp.asarray(visible)[None, None], (1, block, slots + block))),
+        blocks((jnp.arange(slots) < start)[None, None]),
     )
     close(hidden[0], rounds["r0.block_hidden"])
     close(drafter.head(None)(hidden)[0], rounds["r0.base_logits"])

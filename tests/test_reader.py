@@ -13,7 +13,7 @@ from compiling import quick
 from flax import nnx
 
 from ready_jax.config import ReaderConfig
-from ready_jax.drafter import Drafter, masked
+from ready_jax.drafter import Drafter, blocks
 from ready_jax.layers import rms_norm, rope_angles
 from ready_jax.reader import StateReader
 from ready_jax.state import init_state
@@ -285,7 +285,7 @@ def block_of(drafter: Drafter, seed=1):
 
     context = [tuple(normal(BATCH, 5, c.num_key_value_heads, c.head_dim) for _ in "kv") for _ in drafter.layers]
     position = jnp.broadcast_to(5 + jnp.arange(BLOCK)[None], (BATCH, BLOCK))
-    return normal(BATCH, BLOCK, c.hidden_size), position, context, masked(jnp.ones((BATCH, BLOCK, 5 + BLOCK), bool))
+    return normal(BATCH, BLOCK, c.hidden_size), position, context, blocks(jnp.ones((BATCH, 1, 5), bool))
 
 
 def by_hand(drafter: Drafter, block, updates, side, into):

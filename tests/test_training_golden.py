@@ -14,7 +14,7 @@ from ready_jax.configs.drafter_training import LossConfig, OptimizerConfig
 from ready_jax.train import loss as losses
 from ready_jax.train import step as steps
 from ready_jax.train.anchors import Anchors, block_labels
-from ready_jax.train.features import Features, block_hidden, visible_rows
+from ready_jax.train.features import Features, block_hidden, visible_context
 
 DRAFTERS = ("D1_vanilla", "D2_gated", "D3_rnn", "D4_vanilla_yarn")
 WEIGHTS = {
@@ -81,8 +81,10 @@ def close(found, want, atol):
 
 def test_blocks_are_laid_out_as_the_reference_lays_them(case):
     keep = np.repeat(case.keep_BA, 7, axis=1)
-    visible = visible_rows(case.anchors.position_BA, case.segment_BT, 7)
-    assert np.array_equal(np.asarray(visible)[keep], case.want["attention_allowed"][keep])
+    visible = np.repeat(visible_context(case.anchors.position_BA, case.segment_BT), 7, axis=1)
+    own = np.kron(np.eye(5, dtype=bool), np.ones((7, 7), bool))  # what `attend_blocks` adds: a block sees itself
+    visible = np.concatenate([visible, np.broadcast_to(own, (2, 35, 35))], axis=-1)
+    assert np.array_equal(visible[keep], case.want["attention_allowed"][keep])
     at = np.asarray(case.anchors.position_BA)[..., None] + np.arange(7)
     assert np.array_equal(at.reshape(2, -1)[keep], case.want["position_ids"][:, 36:][keep])
     anchor_BA = jnp.take_along_axis(case.token_BT, case.anchors.position_BA, axis=1)
@@ -104,7 +106,7 @@ def test_forward(case):
         hidden = block_hidden(drafter, features.taps_BTED, case.token_BT, case.segment_BT, case.anchors)
         flat, previous = hidden.reshape(10, 7, -1), labels.previous_BAP.reshape(10, 7)
         latent, embed = drafter.markov.latents(previous, flat)
-        logits = losses.draft_logits(drafter, flat, latent, case.unembed).reshape(2, 5, 7, -1)
+        logits = losses.draft_logits(drafter.markov, flat, latent, case.unembed).reshape(2, 5, 7, -1)
         confidence = drafter.confidence(flat, embed).reshape(2, 5, 7)
         teacher = jnp.take_along_axis(features.hidden_BTD, labels.teacher_BAP.reshape(2, -1)[..., None], axis=1)
         return hidden, logits, confidence, case.unembed(teacher).reshape(2, 5, 7, -1)

@@ -140,13 +140,15 @@ def over_sets(by_set: dict[str, dict], names=SEVEN) -> dict:
     }
 
 
-def prompt_sets(path: Path, heldout: Path | None, shape: Shape, limit: int) -> tuple[dict[str, list], dict]:
+def prompt_sets(path: Path | None, heldout: Path | None, shape: Shape, limit: int) -> tuple[dict[str, list], dict]:
     """Prompts by set (lowest rank first, those that fit the bucket), and how many there were."""
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
-    needed = {"tokens", "offsets", "set_ids", "ranks", "sets"}
-    if not needed <= set(arrays):
-        raise ValueError(f"{path} holds {sorted(arrays)}: needed {sorted(needed)}, as train/data.py writes them")
+    arrays: dict = {"sets": ()}
+    if path is not None:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        needed = {"tokens", "offsets", "set_ids", "ranks", "sets"}
+        if not needed <= set(arrays):
+            raise ValueError(f"{path} holds {sorted(arrays)}: needed {sorted(needed)}, as train/data.py writes them")
     sets: dict[str, list] = {}
     counts = {}
     for number, name in enumerate(map(str, arrays["sets"])):
@@ -212,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft-model", required=True)
-    parser.add_argument("--bigram", help="table of successors (.npy) that drafter_base writes")
+    parser.add_argument("--bigram", help="table of successors (.npy) that `train.loop nano_base` writes")
     parser.add_argument("--prompts", default="out/data/prompts.npz")
     parser.add_argument("--heldout", help="corpus of held-out conversations, another set")
     parser.add_argument("--out", default="results/nano_acceptance.json")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from ready_jax.drafter import Drafter, masked
+from ready_jax.drafter import Drafter, blocks
 from ready_jax.layers import rope_angles
 from ready_jax.train.anchors import Anchors
 
@@ -46,6 +46,14 @@ def state_layers_of(drafter) -> tuple[int, ...]:
     return () if drafter.config.reader is None else drafter.config.reader.state_layers
 
 
+def filled(anchors: Anchors) -> Int[Array, "B A"]:
+    """Positions with spare slots pointing at a row's real anchors in turn: a control that takes another row's
+    states then never meets the empty state of a spare."""
+    count_B1 = jnp.maximum(jnp.sum(anchors.keep_BA, axis=1, keepdims=True), 1)
+    slot_BA = jnp.arange(anchors.keep_BA.shape[1])[None] % count_B1  # kept ones come first, sorted
+    return jnp.where(anchors.keep_BA, anchors.position_BA, jnp.take_along_axis(anchors.position_BA, slot_BA, axis=1))
+
+
 def features(
     target,
     drafter_config,
@@ -61,32 +69,31 @@ def features(
         token_BT,
         segment_BT,
         taps=drafter_config.taps,
-        states_at_BA=anchors.position_BA if layers else None,
+        states_at_BA=filled(anchors) if layers else None,
         state_layers=layers,
         precision=precision,
     )
     return jax.lax.stop_gradient(Features(out.taps_BTED, out.hidden_BTD, out.states))
 
 
-def visible_rows(
-    position_BA: Int[Array, "B A"],
-    segment_BT: Int[Array, "B T"],
-    block_size: int,
-    sliding_window: int | None = None,
-) -> Bool[Array, "B O S"]:
-    """Which of the ``T`` context rows and ``A * P`` block rows each block row sees ([B, A*P, T + A*P]).
-
-    Context: strictly before the anchor, of its segment, at most ``sliding_window`` tokens back. Blocks: itself.
-    """
-    batch, anchors = position_BA.shape
+def visible_context(
+    position_BA: Int[Array, "B A"], segment_BT: Int[Array, "B T"], sliding_window: int | None = None
+) -> Bool[Array, "B A T"]:
+    """Which tokens a block sees beside itself: strictly before its anchor, of its segment, at most
+    ``sliding_window`` tokens back."""
     row_T = jnp.arange(segment_BT.shape[1])[None, None]
     own_BA1 = jnp.take_along_axis(segment_BT, position_BA, axis=1)[..., None]
-    context_BAT = (row_T < position_BA[..., None]) & (segment_BT[:, None] == own_BA1)
+    visible_BAT = (row_T < position_BA[..., None]) & (segment_BT[:, None] == own_BA1)
     if sliding_window is not None:
-        context_BAT &= row_T >= position_BA[..., None] - sliding_window
-    block = jnp.repeat(jnp.arange(anchors), block_size)
-    same = jnp.broadcast_to((block[:, None] == block[None])[None], (batch, len(block), len(block)))
-    return jnp.concatenate([jnp.repeat(context_BAT, block_size, axis=1), same], axis=-1)
+        visible_BAT &= row_T >= position_BA[..., None] - sliding_window
+    return visible_BAT
+
+
+def cast(module, dtype):
+    """A view of a module (its own arrays stay) with floating leaves as ``dtype``; None leaves them as they are."""
+    if dtype is None:
+        return module
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, module)
 
 
 def block_hidden(
@@ -97,28 +104,50 @@ def block_hidden(
     anchors: Anchors,
     embed=None,
     states: dict[int, Float[Array, "B A M X Y"]] | None = None,
+    *,
+    group: int = 0,
+    dtype=None,
 ) -> Float[Array, "B A P D"]:
-    """Final-normed hidden states of every block; ``states`` feeds the reader, if the drafter has one."""
-    c = drafter.config
-    batch, count = anchors.position_BA.shape
-    feature_BTD = drafter.fuse(taps_BTED.astype(drafter.dtype))
+    """Final-normed hidden states of every block; ``states`` feeds the reader, if the drafter has one.
+
+    ``group`` anchors of a row go through the layers at once and are recomputed backward, which bounds the memory of
+    activations and scores (0: all at once, kept). ``dtype``: the type to compute in, where the drafter holds masters;
+    they are cast inside each group, so that gradients add up in the masters' type.
+    """
+    if drafter.reader is not None and not states:
+        raise ValueError(f"this drafter reads the states of layers {state_layers_of(drafter)}: found none")
+    c, batch, count = drafter.config, *anchors.position_BA.shape
+    group = group or count
+    if count % group:
+        raise ValueError(f"group={group} must divide the {count} anchors of a row")
+    outer = cast(drafter, dtype)
+    feature_BTD = outer.fuse(taps_BTED.astype(outer.dtype))
     row_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1])[None], token_BT.shape)
-    angles = rope_angles(row_BT, c.rope)
-    contexts = [layer.key_value(feature_BTD, angles) for layer in drafter.layers]
+    contexts = [layer.key_value(feature_BTD, rope_angles(row_BT, c.rope)) for layer in outer.layers]
 
-    anchor_BA = jnp.take_along_axis(token_BT, anchors.position_BA, axis=1)
-    x_NPD = drafter.block_inputs(anchor_BA.reshape(-1), drafter.embedding(embed))
-    x_BPD = x_NPD.reshape(batch, count * c.block_size, -1)
-    position_BAP = anchors.position_BA[..., None] + jnp.arange(c.block_size)[None, None]
-    visible = visible_rows(anchors.position_BA, segment_BT, c.block_size, c.sliding_window)
+    def some(drafter, contexts, position_BA, states):
+        drafter = cast(drafter, dtype)
+        anchor_BA = jnp.take_along_axis(token_BT, position_BA, axis=1)
+        x_NPD = drafter.block_inputs(anchor_BA.reshape(-1), drafter.embedding(embed))
+        x_BPD = x_NPD.reshape(batch, group * c.block_size, -1)
+        position_BAP = position_BA[..., None] + jnp.arange(c.block_size)[None, None]
+        visible = blocks(visible_context(position_BA, segment_BT, c.sliding_window))
+        prep = None
+        if drafter.reader is not None:
+            per_anchor = {layer: s.reshape((batch * group,) + s.shape[2:]) for layer, s in states.items()}
+            prep = drafter.reader.prepare(per_anchor)
+            drafter = nnx.merge(*nnx.split(drafter))  # a view of the same arrays: the caller's stays untouched
+            setattr(drafter, "reader", PerAnchorReader(drafter.reader, group))  # noqa: B010  another type, same call
+        hidden_BPD = drafter.hidden(x_BPD, position_BAP.reshape(batch, -1), contexts, visible, prep)
+        return hidden_BPD.reshape(batch, group, c.block_size, -1)
 
-    prep = None
-    if drafter.reader is not None:
-        if not states:
-            raise ValueError(f"this drafter reads the states of layers {state_layers_of(drafter)}: found none")
-        per_anchor = {layer: s.reshape((batch * count,) + s.shape[2:]) for layer, s in states.items()}
-        prep = drafter.reader.prepare(per_anchor)
-        drafter = nnx.merge(*nnx.split(drafter))  # a view of the same arrays, so that the caller's stays untouched
-        setattr(drafter, "reader", PerAnchorReader(drafter.reader, count))  # noqa: B010  another type, the same call
-    hidden_BPD = drafter.hidden(x_BPD, position_BAP.reshape(batch, -1), contexts, masked(visible), prep)
-    return hidden_BPD.reshape(batch, count, c.block_size, -1)
+    if group == count:
+        return some(drafter, contexts, anchors.position_BA, states or {})
+
+    def grouped(x):
+        return jnp.moveaxis(x.reshape((batch, count // group, group) + x.shape[2:]), 1, 0)
+
+    inputs = jax.tree.map(grouped, (anchors.position_BA, states or {}))
+    one = jax.checkpoint(some)
+    _, hidden = jax.lax.scan(lambda _, inputs: (None, one(drafter, contexts, *inputs)), None, inputs)
+    return jnp.moveaxis(hidden, 0, 1).reshape(batch, count, c.block_size, -1)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from ready_jax.configs.drafter_training import LossConfig
 from ready_jax.train.anchors import Labels
+from ready_jax.train.features import cast
 
 
 @jax.tree_util.register_dataclass
@@ -54,10 +55,10 @@ def slot_weights(block_size: int, decay: float):
     return jnp.exp(-jnp.arange(block_size, dtype=jnp.float32) / decay)
 
 
-def draft_logits(drafter, hidden_NPD, latent_NPR, unembed):
+def draft_logits(markov, hidden_NPD, latent_NPR, unembed):
     """Teacher-forced corrected logits [N, P, V], fp32: base logits plus the Markov bias."""
     base_NPV = unembed(hidden_NPD)
-    return base_NPV if latent_NPR is None else base_NPV + drafter.markov.bias(latent_NPR)
+    return base_NPV if latent_NPR is None else base_NPV + markov.bias(latent_NPR)
 
 
 def block_sums(logits_NPV, teacher_NPV, token_NP, mask_NP, confidence_NP, decay: float) -> Sums:
@@ -89,10 +90,13 @@ def block_sums(logits_NPV, teacher_NPV, token_NP, mask_NP, confidence_NP, decay:
 
 
 def _slices(x, size: int):
-    """[N, ...] -> [ceil(N / size), size, ...], the rest filled with zeros (whose mask is false)."""
-    rest = -x.shape[0] % size
-    x = jnp.pad(x, [(0, rest)] + [(0, 0)] * (x.ndim - 1))
-    return x.reshape((-1, size) + x.shape[1:])
+    """[B, A, ...] -> [ceil(A / size), B, size, ...], the rest filled with zeros (whose mask is false).
+
+    Slices run along the anchors of a row: rows may be spread over devices, and every device works on every slice.
+    """
+    rest = -x.shape[1] % size
+    x = jnp.pad(x, [(0, 0), (0, rest)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape((x.shape[0], -1, size) + x.shape[2:]), 1, 0)
 
 
 def sums(
@@ -102,43 +106,57 @@ def sums(
     labels: Labels,
     unembed,
     config: LossConfig,
+    *,
+    teacher_unembed=None,
+    dtype=None,
 ) -> Sums:
-    """Sums over all blocks; logits exist for ``config.slice_blocks`` blocks at a time and are recomputed backward.
+    """Sums over all blocks; logits exist for about ``config.slice_blocks`` blocks at a time (at least one of every
+    row) and are recomputed backward.
 
-    ``teacher_BTD``: the target's final-normed hidden states; ``unembed`` makes fp32 logits of both.
+    ``teacher_BTD``: the target's final-normed hidden states; ``unembed`` makes fp32 logits of both, or of the draft
+    alone beside ``teacher_unembed``. ``dtype``: the type to compute in, where the drafter holds masters.
     """
-    block_size, width = hidden_BAPD.shape[2:]
-    flat_NPD = hidden_BAPD.reshape(-1, block_size, width)
-    token_NP, previous_NP, mask_NP = (
-        x.reshape(-1, block_size) for x in (labels.token_BAP, labels.previous_BAP, labels.mask_BAP)
-    )
-    index_BR = labels.teacher_BAP.reshape(hidden_BAPD.shape[0], -1)
-    teacher_BRD = jnp.take_along_axis(teacher_BTD, index_BR[..., None], axis=1)
-    teacher_NPD = teacher_BRD.reshape(-1, block_size, teacher_BTD.shape[-1])
+    batch, count, block_size, width = hidden_BAPD.shape
+    teacher_unembed = teacher_unembed or unembed
+    index_BR = labels.teacher_BAP.reshape(batch, -1)
+    teacher_BAPD = jnp.take_along_axis(teacher_BTD, index_BR[..., None], axis=1)
+    teacher_BAPD = teacher_BAPD.reshape(batch, count, block_size, -1)
 
-    latent_NPR = embed_NPR = None
-    if drafter.markov is not None:
-        latent_NPR, embed_NPR = drafter.markov.latents(previous_NP, flat_NPD)
-    confidence_NP = None if drafter.confidence is None else drafter.confidence(flat_NPD, embed_NPR)
+    def blockwise(x):
+        return x.reshape((batch, count) + x.shape[1:])
+
+    flat_NPD, outer = hidden_BAPD.reshape(-1, block_size, width), cast(drafter, dtype)
+    latent = embed_NPR = confidence = None
+    if outer.markov is not None:
+        latent_NPR, embed_NPR = outer.markov.latents(labels.previous_BAP.reshape(-1, block_size), flat_NPD)
+        latent = blockwise(latent_NPR)
+    if outer.confidence is not None:
+        confidence = blockwise(outer.confidence(flat_NPD, embed_NPR))
 
     @jax.checkpoint
-    def add(so_far: Sums, inputs):
+    def add(markov, so_far: Sums, inputs):
+        inputs = jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), inputs)
         hidden_NPD, latent_NPR, teacher_NPD, token_NP, mask_NP, confidence_NP = inputs
-        logits_NPV = draft_logits(drafter, hidden_NPD, latent_NPR, unembed)
-        more = block_sums(logits_NPV, unembed(teacher_NPD), token_NP, mask_NP, confidence_NP, config.decay)
-        return jax.tree.map(jnp.add, so_far, more), None
+        logits_NPV = draft_logits(cast(markov, dtype), hidden_NPD, latent_NPR, unembed)
+        more = block_sums(logits_NPV, teacher_unembed(teacher_NPD), token_NP, mask_NP, confidence_NP, config.decay)
+        return jax.tree.map(jnp.add, so_far, more)
 
-    size = min(config.slice_blocks, flat_NPD.shape[0])
-    inputs = (flat_NPD, latent_NPR, teacher_NPD, token_NP, mask_NP, confidence_NP)
+    size = min(max(config.slice_blocks // batch, 1), count)
+    inputs = (hidden_BAPD, latent, teacher_BAPD, labels.token_BAP, labels.mask_BAP, confidence)
     zero, zero_P = jnp.zeros(()), jnp.zeros((block_size,))
     nothing = Sums(zero, zero, zero, zero, zero_P, zero_P, zero_P, zero_P, zero, zero)
-    return jax.lax.scan(add, nothing, jax.tree.map(lambda x: _slices(x, size), inputs))[0]
+    sliced = jax.tree.map(lambda x: _slices(x, size), inputs)
+    return jax.lax.scan(lambda so_far, some: (add(drafter.markov, so_far, some), None), nothing, sliced)[0]
+
+
+def terms(found: Sums, config: LossConfig):
+    """The weighted sum of the three terms, not divided: what devices and micro-batches add up."""
+    return config.ce * found.ce + config.l1 * found.l1 + config.confidence * found.confidence
 
 
 def total(found: Sums, config: LossConfig):
     """The scalar that is minimised: each term over its own denominator, weighted."""
-    terms = config.ce * found.ce + config.l1 * found.l1 + config.confidence * found.confidence
-    return ratio(terms, found.weight)
+    return ratio(terms(found, config), found.weight)
 
 
 def metrics(found: Sums, config: LossConfig) -> dict[str, Array]:
@@ -162,5 +180,5 @@ def argmax_tokens(drafter, hidden_BAPD: Float[Array, "B A P D"], previous_BAP: I
     block_size, width = hidden_BAPD.shape[2:]
     flat_NPD, previous_NP = hidden_BAPD.reshape(-1, block_size, width), previous_BAP.reshape(-1, block_size)
     latent_NPR = None if drafter.markov is None else drafter.markov.latents(previous_NP, flat_NPD)[0]
-    best = jnp.argmax(draft_logits(drafter, flat_NPD, latent_NPR, unembed), axis=-1)
+    best = jnp.argmax(draft_logits(drafter.markov, flat_NPD, latent_NPR, unembed), axis=-1)
     return best.reshape(previous_BAP.shape).astype(jnp.int32)

@@ -9,6 +9,7 @@ fp32. ``w2_RV`` may be fp8 with a factor per column, ``scale_V``: ``base + scale
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from jaxtyping import Array, Float, Int
@@ -32,12 +33,17 @@ def step(
     slot: int,
     latent_BR: Float[Array, "B R"],
     w2_RV: Float[Array, "R V"],
-    w1_VR: Float[Array, "V R"],
+    w1_VR: Float[Array, "rows R"],
     *,
     scale_V: Float[Array, "V"] | None = None,
+    gather: Callable | None = None,
     impl: str | None = None,
 ) -> tuple[Int[Array, "B"], Float[Array, "B R"]]:
-    """The token of ``slot`` and its Markov embedding, in the latents' type."""
+    """The token of ``slot`` and its Markov embedding, in the latents' type.
+
+    Where the columns are a slice of the vocabulary (``w1_VR`` never is), ``gather`` turns the best values and their
+    indices here, [B, N], into those of all slices, lower indices first.
+    """
     facts = dict(batch=latent_BR.shape[0], rank=latent_BR.shape[1], dtype=latent_BR.dtype.name)
     call = choose("markov_step", IMPLEMENTATIONS, impl, **facts).call
-    return call(base_BPV, slot, latent_BR, w2_RV, w1_VR, scale_V)
+    return call(base_BPV, slot, latent_BR, w2_RV, w1_VR, scale_V, gather)

@@ -83,7 +83,7 @@ def _pick_body(value_ref, index_ref, w1_ref, token_ref, embed_ref, *, programs, 
 
 
 def step(
-    base_BPV, slot, latent_BR, w2_RV, w1_VR, scale_V=None, *,
+    base_BPV, slot, latent_BR, w2_RV, w1_VR, scale_V=None, gather=None, *,
     width: int = 64, programs: int = 264, warps: int = 4, stages: int = 3, interpret=False,
 ):  # fmt: skip
     """See ``markov_step.step``. ``width``: columns of a block; ``stages``: blocks in flight per program."""
@@ -100,9 +100,13 @@ def step(
         in_specs=[WHOLE] * len(operands), out_specs=[WHOLE] * 2, num_warps=warps, num_stages=stages,
         interpret=interpret,
     )  # fmt: skip
+    winners = scan(*operands)
+    if gather is not None:
+        winners = gather(*winners)
+        programs = winners[0].shape[1]
     pick = kernel_call(
         partial(_pick_body, programs=programs, rank=rank), name="markov_pick", grid=(batch,),
         out_shape=[jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((batch, rank), latent_BR.dtype)],
         in_specs=[WHOLE] * 3, out_specs=[WHOLE] * 2, num_warps=2, interpret=interpret,
     )  # fmt: skip
-    return tuple(pick(*scan(*operands), w1_VR))
+    return tuple(pick(*winners, w1_VR))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from ready_jax.drafter import Draft, Drafter
+from ready_jax.drafter import Draft
 from ready_jax.pytree import register
 from ready_jax.state import SPARE_ROWS
 
@@ -167,7 +168,7 @@ class Forced:
     The wrong proposals are its own, so that backbone, heads and reader stay in the program.
     """
 
-    inner: Drafter
+    inner: Any  # a Drafter, or one that is spread over a mesh
     script: Scripted
 
     @property

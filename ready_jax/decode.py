@@ -8,15 +8,18 @@ how many proposals) is a runtime value: one executable per shape, streaming incl
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ready_jax import collectives
 from ready_jax.drafter import Draft
 from ready_jax.pytree import register
 from ready_jax.state import DecodeState, commit
+from ready_jax.tensor_parallel import Sharded, holds_shards, on_shards
 from ready_jax.verify import CAPACITY, LENGTH, RUNNING, STOP, accept_greedy, committed, is_stop
 
 
@@ -110,42 +113,61 @@ def begin(
 ) -> Decoding:
     """Prefill the prompts (``num_B[b]`` of ``T`` tokens each), fill the draft context, emit the first token."""
     drafter = Autoregressive() if drafter is None else drafter
+    if isinstance(target, Sharded):
+        arguments = dict(target=target, drafter=drafter, state=state, token_BT=token_BT, num_B=num_B, limits=limits)
+        vocab = target.config.vocab_size if keep_logits else None
+        like = jax.eval_shape(partial(_empty, drafter=drafter, vocab=vocab), state)
+        return on_shards(partial(begin, keep_logits=keep_logits), arguments, like, batch=token_BT.shape[0])
     out, state = target.prefill(token_BT, state, num_B, taps=drafter.config.taps)
     last_B1D = jnp.take_along_axis(out.hidden_BTD, (num_B - 1)[:, None, None], axis=1)
     logits_B1V = target.unembed(last_B1D)
-    anchor_B = jnp.argmax(logits_B1V[:, 0], axis=-1).astype(jnp.int32)
-    context = drafter.init_context(token_BT.shape[0], state.capacity)
-    context = _absorb(drafter, context, out.taps_BTED, token_BT, num_B)
-    batch, slots = token_BT.shape[0], state.capacity
-    zero_B, one_B = jnp.zeros((batch,), jnp.int32), jnp.ones((batch,), jnp.int32)
-    counters = jnp.zeros((batch, slots), jnp.int32)
+    anchor_B = collectives.argmax(logits_B1V[:, 0])
+    run = _empty(state, drafter=drafter, vocab=logits_B1V.shape[-1] if keep_logits else None)
+    logits_BNV = run.logits_BNV
+    if logits_BNV is not None:
+        logits_BNV = logits_BNV.at[:, 0].set(logits_B1V[:, 0])
     finish_B = jnp.where(
         is_stop(anchor_B, limits.stop_L),
         STOP,
         jnp.where(limits.budget_B <= 1, LENGTH, jnp.where(state.length_B >= state.capacity, CAPACITY, RUNNING)),
     )
-    logits_BNV = None
-    if keep_logits:
-        logits_BNV = jnp.zeros((batch, slots) + logits_B1V.shape[2:], jnp.float32).at[:, 0].set(logits_B1V[:, 0])
+    return replace(
+        run,
+        context=_absorb(drafter, run.context, out.taps_BTED, token_BT, num_B),
+        anchor_B=anchor_B,
+        token_BN=run.token_BN.at[:, 0].set(anchor_B),
+        num_emitted_B=run.num_emitted_B + 1,
+        finish_B=finish_B.astype(jnp.int32),
+        logits_BNV=logits_BNV,
+    )
+
+
+def _empty(state: DecodeState, *, drafter, vocab: int | None) -> Decoding:
+    """A generation that has emitted nothing; logits are kept if ``vocab`` is their number."""
+    batch, slots = state.length_B.shape[0], state.capacity
+    zero_B, counters = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, slots), jnp.int32)
     return Decoding(
         state=state,
-        context=context,
-        anchor_B=anchor_B,
-        token_BN=jnp.zeros((batch, slots), jnp.int32).at[:, 0].set(anchor_B),
-        num_emitted_B=one_B,
+        context=drafter.init_context(batch, slots),
+        anchor_B=zero_B,
+        token_BN=counters,
+        num_emitted_B=zero_B,
         num_rounds_B=zero_B,
-        finish_B=finish_B.astype(jnp.int32),
+        finish_B=zero_B,
         proposed_BN=counters,
         accepted_BN=counters,
         emitted_BN=counters,
-        logits_BNV=logits_BNV,
+        logits_BNV=None if vocab is None else jnp.zeros((batch, slots, vocab), jnp.float32),
     )
 
 
 def _propose(target, drafter, run: Decoding, limits: Limits):
     """The block's tokens and how many of them count."""
-    borrowed = () if getattr(drafter.config, "own_embeddings", False) else (target.embed, target.unembed)
-    draft = drafter.propose(run.context, run.anchor_B, run.state.recurrent, *borrowed)
+    states, unembed = run.state.recurrent, target.unembed
+    if collectives.axis.value is not None and not holds_shards(drafter):  # it gets all heads and the whole vocabulary
+        states, unembed = collectives.whole_states(states), lambda x: collectives.whole(target.unembed(x))
+    borrowed = () if getattr(drafter.config, "own_embeddings", False) else (target.embed, unembed)
+    draft = drafter.propose(run.context, run.anchor_B, states, *borrowed)
     block = draft.token_BP.shape[1]
     num_B = jnp.minimum(limits.draft_B, block)
     if draft.confidence_BP is not None:
@@ -161,7 +183,7 @@ def speculate(target, drafter, run: Decoding, limits: Limits) -> Decoding:
     token_BT = jnp.concatenate([run.anchor_B[:, None], draft_BP], axis=1)
     out, pending = target.verify(token_BT, run.state, taps=drafter.config.taps)
     logits_BTV = target.unembed(out.hidden_BTD)
-    verdict = accept_greedy(draft_BP, jnp.argmax(logits_BTV, axis=-1).astype(jnp.int32), num_proposed_B)
+    verdict = accept_greedy(draft_BP, collectives.argmax(logits_BTV), num_proposed_B)
     running_B = run.finish_B == RUNNING
     kept = committed(
         draft_BP,
@@ -206,6 +228,9 @@ def decode(target, drafter, run: Decoding, limits: Limits, max_rounds) -> Decodi
     """
 
     drafter = Autoregressive() if drafter is None else drafter
+    if isinstance(target, Sharded):
+        arguments = dict(target=target, drafter=drafter, run=run, limits=limits, max_rounds=max_rounds)
+        return on_shards(decode, arguments, run, batch=run.anchor_B.shape[0])
 
     def unfinished(carry):
         run, rounds = carry

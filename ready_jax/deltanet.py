@@ -9,7 +9,7 @@ from flax import nnx
 from ready_jax.config import TargetConfig
 from ready_jax.kernels import gated_delta
 from ready_jax.kernels import gated_delta_inputs as inputs
-from ready_jax.layers import linear, normal
+from ready_jax.layers import linear, normal, summed_linear
 
 #: Fused projection columns are padded to a multiple of this: odd widths hit slow matrix kernels.
 COLUMN_MULTIPLE = 128
@@ -50,9 +50,15 @@ class GatedDeltaNet(nnx.Module):
         c = self.config
         weights = (self.conv_WC[...], self.a_log_M[...], self.dt_bias_M[...], self.norm_Y[...])
         gated_BTO, pending = gated_delta.rows(
-            s_BMXY, self.project(x_BTD), tail_BWC, *weights, c.rms_norm_eps, keys=c.linear_num_key_heads, next_OD=self.w_out_OD[...]
+            s_BMXY,
+            self.project(x_BTD),
+            tail_BWC,
+            *weights,
+            c.rms_norm_eps,
+            keys=c.linear_num_key_heads,
+            next_OD=self.w_out_OD[...],
         )
-        return linear(gated_BTO, self.w_out_OD[...]), pending
+        return summed_linear(gated_BTO, self.w_out_OD[...]), pending
 
     def sequence(self, x_BTD, s_BMXY, tail_BWC, *, live_BT, segment_BT=None, states_at_BA=None, **options):
         """Any number of tokens in chunks: output, last state, conv history, states after ``states_at_BA`` tokens."""
@@ -69,4 +75,4 @@ class GatedDeltaNet(nnx.Module):
             s_BMXY, q, k, v, g, beta, live_BT=live_BT, segment_BT=segment_BT, states_at_BA=states_at_BA, **options
         )
         gated_BTO = inputs.gated_norm(out, z, self.norm_Y[...], c.rms_norm_eps)
-        return linear(gated_BTO, self.w_out_OD[...]), s_BMXY, history_BWC, states
+        return summed_linear(gated_BTO, self.w_out_OD[...]), s_BMXY, history_BWC, states

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from ready_jax import collectives
 from ready_jax.attention import write_rows
 from ready_jax.config import DrafterConfig
 from ready_jax.heads import ConfidenceHead, MarkovHead
 from ready_jax.kernels import attention as kernel
-from ready_jax.layers import Scaled, SwiGLU, linear, normal, product, rms_norm, rope_angles, rotate
+from ready_jax.layers import Scaled, SwiGLU, linear, normal, product, rms_norm, rope_angles, rotate, summed_linear
 from ready_jax.pytree import register
 from ready_jax.reader import StateReader
 from ready_jax.state import SPARE_ROWS
@@ -75,7 +76,7 @@ class DraftLayer(nnx.Module):
         query = linear(x_BPD, self.w_q_DO[...]).reshape(x_BPD.shape[:2] + (c.num_attention_heads, c.head_dim))
         query = rotate(rms_norm(query, self.q_norm_H[...], c.rms_norm_eps), angles)
         out = attend(query, context, self.key_value(x_BPD, angles))
-        return linear(out.reshape(x_BPD.shape[:2] + (-1,)), self.w_out_OD[...])
+        return summed_linear(out.reshape(x_BPD.shape[:2] + (-1,)), self.w_out_OD[...])
 
 
 def _blocks(visible_BAT, query_BOQH, context, block):
@@ -139,7 +140,8 @@ class Drafter(nnx.Module):
         if taps_BTED.shape[2] != len(self.config.taps):
             raise ValueError(f"found {taps_BTED.shape[2]} taps, the drafter was made for {list(self.config.taps)}")
         flat = taps_BTED.reshape(taps_BTED.shape[:2] + (-1,))
-        return rms_norm(linear(flat, self.w_fuse_ID[...]), self.norm_fuse_D[...], self.config.rms_norm_eps)
+        fused_BTD = collectives.whole(linear(flat, self.w_fuse_ID[...]))
+        return rms_norm(fused_BTD, self.norm_fuse_D[...], self.config.rms_norm_eps)
 
     def absorb(self, context: DraftContext, taps_BTED: Float[Array, "B T E D"], num_B: Int[Array, "B"]) -> DraftContext:
         """Append the first ``num_B[b]`` rows (newly committed tokens) to the context; the rest leaves no trace."""
@@ -242,6 +244,8 @@ class Drafter(nnx.Module):
         c = self.config
         if self.reader is not None and states is None:
             raise ValueError("this drafter has a state reader: propose needs the committed recurrent states")
+        if not isinstance(self.reader, StateReader | None):  # somebody's own reads every head, on every shard
+            states = collectives.whole_states(states)
         prep = None if self.reader is None else self.reader.prepare(states)
         embed, unembed = self.embedding(embed), self.head(unembed)
         row_P = jnp.arange(c.block_size)
@@ -258,15 +262,15 @@ class Drafter(nnx.Module):
         base_BPV = unembed(hidden_BPD)
         if self.markov is None:
             confidence = None if self.confidence is None else jax.nn.sigmoid(self.confidence(hidden_BPD, None))
-            token_BP = jnp.argmax(base_BPV, axis=-1).astype(jnp.int32)
-            return Draft(token_BP, confidence, base_BPV if with_logits else None)
+            logits_BPV = collectives.whole(base_BPV) if with_logits else None
+            return Draft(collectives.argmax(base_BPV), confidence, logits_BPV)
         carry = self.markov.start(anchor_B.shape[0])
         tokens, embeds, logits = [], [self.markov.embed(anchor_B, hidden_BPD.dtype)], []
         for slot in range(self.config.block_size):
             carry, latent_BR = self.markov.step(carry, embeds[-1], hidden_BPD[:, slot])
             if with_logits:
                 logits.append(base_BPV[:, slot] + self.markov.bias(latent_BR))
-                token_B = jnp.argmax(logits[-1], axis=-1).astype(jnp.int32)
+                token_B = collectives.argmax(logits[-1])
                 embed_BR = self.markov.embed(token_B, hidden_BPD.dtype)
             else:
                 token_B, embed_BR = self.markov.greedy(base_BPV, slot, latent_BR)
@@ -275,4 +279,5 @@ class Drafter(nnx.Module):
         confidence = None
         if self.confidence is not None:
             confidence = jax.nn.sigmoid(self.confidence(hidden_BPD, jnp.stack(embeds[:-1], axis=1)))
-        return Draft(jnp.stack(tokens, axis=1), confidence, jnp.stack(logits, axis=1) if with_logits else None)
+        logits_BPV = collectives.whole(jnp.stack(logits, axis=1)) if with_logits else None
+        return Draft(jnp.stack(tokens, axis=1), confidence, logits_BPV)

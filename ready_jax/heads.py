@@ -7,11 +7,14 @@ block. The confidence head estimates that a proposal survives given that its pre
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ready_jax import collectives
 from ready_jax.config import DrafterConfig
 from ready_jax.kernels import markov_step
 from ready_jax.layers import Scaled, linear, normal, product
@@ -67,7 +70,11 @@ class MarkovHead(nnx.Module):
         """The best token of a slot and its Markov embedding, without logits: see ``kernels/markov_step.py``."""
         w2 = self.w2_RV[...]
         w2_RV, scale_V = (w2.weight, w2.scale) if isinstance(w2, Scaled) else (w2, None)
-        return markov_step.step(base_BPV, slot, latent_BR, w2_RV, self.w1_VR[...], scale_V=scale_V, impl=impl)
+        spread = collectives.axis.value is not None
+        gather = partial(collectives.winners, columns=w2_RV.shape[1]) if spread else None
+        return markov_step.step(
+            base_BPV, slot, latent_BR, w2_RV, self.w1_VR[...], scale_V=scale_V, gather=gather, impl=impl
+        )
 
     def bias(self, latent):
         """fp32 addition to the base logits, over the last axis."""

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ready_jax import collectives
 from ready_jax.config import RopeConfig
 from ready_jax.pytree import register
 
@@ -77,6 +78,13 @@ def linear(x, w, bias=None):
     else:
         y = jnp.matmul(x, w.astype(x.dtype), precision=precision_for(x.dtype))
     return y if bias is None else y + bias.astype(x.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+
+
+def summed_linear(x, w):
+    """``linear`` where shards hold slices of ``x``'s features: fp32 partial products are summed, then cast once."""
+    if collectives.axis.value is None:
+        return linear(x, w)
+    return collectives.total(product(x, w)).astype(x.dtype)
 
 
 def rms(x, eps):
@@ -147,7 +155,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x):
         gate, up = jnp.split(linear(x, self.w_in_DI[...]), 2, axis=-1)
-        return linear(jax.nn.silu(gate) * up, self.w_out_FD[...])
+        return summed_linear(jax.nn.silu(gate) * up, self.w_out_FD[...])
 
 
 def normal(key, shape, fan_in, dtype):

@@ -23,6 +23,7 @@ from ready_jax.generation import Generation, TextPiece, Timing
 from ready_jax.programs import Program
 from ready_jax.state import SPARE_ROWS, init_state
 from ready_jax.streaming import Watch
+from ready_jax.tensor_parallel import shard
 from ready_jax.verify import FINISH_REASONS
 
 NANO = Path(__file__).parent / "assets" / "nano"
@@ -52,7 +53,8 @@ def load(
 ) -> Pair:
     """A pair from folders or hub names; without arguments the ``nano`` pair that ships with the package.
 
-    ``mesh`` spreads the weights over several devices. ``device`` ("cpu", "gpu") is required to be there; a model too
+    ``mesh`` spreads the pair over the devices of its last axis (see ``tensor_parallel``): heads, MLP columns and
+    vocabulary must divide; rows of a batch are split over the axes before. ``device`` ("cpu", "gpu") is required to be there; a model too
     large to be useful on a CPU is refused there unless ``device="cpu"`` says so. ``compile_cache`` is a folder in
     which compiled programs outlive the process.
 
@@ -67,15 +69,32 @@ def load(
     devices.refuse_large_on_cpu(checkpoint.bytes_to_download(target, revision), device)
     folder = checkpoint.resolve(target, revision)[0]
     devices.refuse_large_on_cpu(checkpoint.parameter_bytes(folder), device)
-    model = checkpoint.load_target(folder, dtype=dtype, mesh=mesh)
+    model = _read(checkpoint.load_target, folder, mesh, dtype=dtype)
     pair = Pair(model, chat=Chat(folder), mesh=mesh)
     return pair if drafter is None else pair.with_drafter(drafter, revision=draft_revision)
 
 
+def _read(load: Callable, source, mesh, **options):
+    """A model for ``mesh`` waits in the host's memory: no device may be able to hold it."""
+    if mesh is None:
+        return load(source, **options)
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        return load(source, mesh=mesh, **options)
+    with jax.default_device(host):
+        return load(source, **options)
+
+
 class Pair:
-    """A target, perhaps a drafter, perhaps a tokenizer. ``target`` and ``drafter`` are modules: use them directly."""
+    """A target, perhaps a drafter, perhaps a tokenizer. ``target`` and ``drafter`` are modules: use them directly.
+
+    With ``mesh`` they are spread over it and become ``tensor_parallel.Sharded``; ``whole()`` gives the modules back.
+    """
 
     def __init__(self, target, drafter=None, *, chat: Chat | None = None, mesh=None, programs=None):
+        if mesh is not None:
+            target, drafter = shard(target, mesh), shard(drafter, mesh)
         if drafter is not None:
             if drafter.config.taps:
                 schema.check_pair(target.config, drafter.config)
@@ -94,7 +113,8 @@ class Pair:
     def with_drafter(self, drafter, *, revision: str | None = None) -> Pair:
         """The same target with another drafter: a folder, a hub name, or a module (None: no drafter)."""
         if isinstance(drafter, str | Path):
-            drafter = checkpoint.load_drafter(drafter, revision=revision, dtype=self.target.dtype, mesh=self.mesh)
+            options = dict(revision=revision, dtype=self.target.dtype)
+            drafter = _read(checkpoint.load_drafter, drafter, self.mesh, **options)
         return Pair(self.target, drafter, chat=self.chat, mesh=self.mesh, programs=(self._begin, self._decode))
 
     @property

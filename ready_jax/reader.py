@@ -18,9 +18,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ready_jax import collectives
 from ready_jax.config import ReaderConfig
 from ready_jax.kernels import state_read
 from ready_jax.layers import linear, normal, rms_norm
@@ -112,7 +114,19 @@ class StateReader(nnx.Module):
                 rms_axes=c.state_rms_axes, feature=c.scale_feature, impl=impl,
             )  # fmt: skip
             maps.append(found)
-        return Prepared(tuple(a_BZJJ for a_BZJJ, _ in maps), maps[0][1])
+        prep = Prepared(tuple(a_BZJJ for a_BZJJ, _ in maps), maps[0][1])
+        return prep if collectives.axis.value is None else self._gathered(prep)
+
+    def _gathered(self, prep: Prepared) -> Prepared:
+        """Every shard's pairs in the order of one device: layer by layer, all at once."""
+        leaves, structure = jax.tree.flatten(prep)
+        batch, pairs = leaves[0].shape[:2]
+        layers = len(self.config.state_layers)
+        flat = [leaf.reshape(batch, layers, pairs // layers, -1) for leaf in leaves]
+        edges = np.cumsum([leaf.shape[-1] for leaf in flat])[:-1]
+        found = jnp.split(collectives.whole(jnp.concatenate(flat, axis=-1), 2), edges, axis=-1)
+        whole = [x.reshape((batch, -1) + leaf.shape[2:]) for x, leaf in zip(found, leaves, strict=True)]
+        return jax.tree.unflatten(structure, whole)
 
     def __call__(
         self, prep: Prepared, hidden_BPD: Float[Array, "B P D"], site: int = 0, *, impl: str | None = None

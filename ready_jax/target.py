@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ready_jax import collectives
 from ready_jax.attention import GatedAttention
 from ready_jax.config import LINEAR, TargetConfig
 from ready_jax.deltanet import GatedDeltaNet
@@ -73,10 +74,12 @@ class Target(nnx.Module):
         return self.embed_VD[...].dtype
 
     def embed(self, token_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        if self.config.tie_word_embeddings:  # then its rows are the head's columns, which shards divide
+            return collectives.lookup(self.embed_VD[...], token_BT)
         return self.embed_VD[...][token_BT]
 
     def unembed(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """fp32 logits of final-normed hidden states."""
+        """fp32 logits of final-normed hidden states; of its own columns on a shard."""
         if self.w_out_DV is None:
             spec, weight = "BTD,VD->BTV", self.embed_VD[...]
         else:

@@ -164,7 +164,8 @@ def test_a_gpu_that_is_not_there_is_not_replaced(golden):
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2)], ids=["1x4", "2x2"])
 def test_a_mesh_changes_no_token(shape, axes):
     """Prompts in every container, inside and outside a caller's ``set_mesh``; one set of programs for all."""
-    target, drafter = parts()
+    target = tiny.target(layer_types=TWO, vocab_size=100, linear_num_value_heads=8)
+    drafter = tiny.drafter(config=target.config, taps=(-1, 0), num_target_layers=2)
     wanted = Pair(target, drafter).generate(PROMPT, max_new_tokens=16, stop_token_ids=()).token_ids
     mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(axes,) * 2)
     pair = Pair(sharding.place(target, mesh), sharding.place(drafter, mesh), mesh=mesh)
@@ -174,6 +175,9 @@ def test_a_mesh_changes_no_token(shape, axes):
     with jax.set_mesh(mesh):
         for prompt in prompts:
             assert pair.generate(prompt, max_new_tokens=16, stop_token_ids=()).token_ids == wanted
+    seen = []
+    pair.generate(PROMPT, max_new_tokens=16, stop_token_ids=(), progress=lambda done, total: seen.append(done))
+    assert len(seen) > 2
     assert pair._cost()[1] == 2
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ready_jax.kernels import (
@@ -26,13 +27,20 @@ from ready_jax.kernels import (
     gated_delta_chunk,
     gated_delta_fused,
     gated_delta_gluon,
+    gated_delta_prefill_fused,
     gated_delta_reference,
     gated_delta_rows,
 )
 from ready_jax.kernels.dispatch import Implementation, always, choose, platform
 
 VERIFY = (Implementation("scan", gated_delta_reference, always),)
-PREFILL = (Implementation("chunk", gated_delta_chunk.prefill, always),)
+PREFILL = (
+    Implementation("fused", gated_delta_prefill_fused.prefill, gated_delta_prefill_fused.why_not,
+                   partial(first_use.gated_delta_prefill, gated_delta_chunk.prefill)),
+    Implementation("chunk", gated_delta_chunk.prefill, always),
+    Implementation("interpret", partial(gated_delta_prefill_fused.prefill, interpret=True),
+                   gated_delta_prefill_fused.why_not_interpreted),
+)  # fmt: skip
 CHECK = partial(first_use.gated_delta_rows, gated_delta_rows)
 ROWS = (
     Implementation("gluon", gated_delta_gluon, gated_delta_gluon.why_not, CHECK),
@@ -137,14 +145,19 @@ def prefill(
 
     Dead tokens (``live_BT`` false) write nothing. ``segment_BT`` marks packed sequences by equal, contiguous ids:
     the state is forgotten where the id changes (at dead tokens too), and the incoming state belongs to the first id.
-    ``precision`` lowers the products for training; the default is IEEE fp32. ``at_once`` solves all chunks together
+    ``precision`` lowers the products for training; by default they are IEEE fp32, or for bf16 q, k and v those of the
+    GPU kernel, whose operands and outputs (held in fp32) are rounded to bf16. ``at_once`` solves all chunks together
     before the states move: a hundred times fewer kernels on an accelerator, but memory then grows with the length.
-    None: on a GPU, up to ``AT_ONCE`` values.
+    None: on a GPU, up to ``AT_ONCE`` values. The kernel has no use for it but in its gradient.
     """
     if at_once is None:
         at_once = (platform.value or jax.default_backend()) == "gpu" and v_BTMY.size <= AT_ONCE
     check_heads(q_BTKX.shape[2], v_BTMY.shape[2])
-    call = choose("gated_delta.prefill", PREFILL, impl).call
+    facts = dict(
+        dtype=jnp.result_type(q_BTKX, k_BTKX, v_BTMY), key_dim=q_BTKX.shape[3], value_dim=v_BTMY.shape[3],
+        chunk=chunk, precision=precision,
+    )  # fmt: skip
+    call = choose("gated_delta.prefill", PREFILL, impl, **facts).call
     return call(
         s_BMXY, q_BTKX, k_BTKX, v_BTMY, g_BTM, beta_BTM,
         live_BT=live_BT, segment_BT=segment_BT, states_at_BA=states_at_BA,

@@ -200,10 +200,10 @@ def prefill(
         return out_BTMY, s_BMXY, None
     start, new = log
     boundary = jnp.concatenate([start, s_BMXY[None]])  # state before each chunk, and after the last
-    return out_BTMY, s_BMXY, _states_at(states_at_BA, boundary, new, jax.vmap(piece)(numbers), chunk, precision)
+    return out_BTMY, s_BMXY, states_at(states_at_BA, boundary, new, jax.vmap(piece)(numbers), chunk, precision)
 
 
-def _states_at(states_at_BA, boundary, new, pieces: Chunk, chunk: int, precision):
+def states_at(states_at_BA, boundary, new, pieces: Chunk, chunk: int, precision):
     """States after prefixes: a chunk's incoming state, decayed, and the writes of its first tokens."""
     count, row = new.shape[0], jnp.arange(chunk)
 

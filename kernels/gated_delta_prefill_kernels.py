@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ready_jax.kernels.gated_delta_chunk import BLOCK
-from ready_jax.kernels.pallas_triton import WHOLE, barrier, kernel_call, load, store
+from ready_jax.kernels.pallas_triton import WHOLE, barrier, exp2, fma, kernel_call, load, store
 
 CHUNK = 64
 BLOCKS = CHUNK // BLOCK
@@ -40,11 +40,6 @@ class Solved(NamedTuple):
 
 def _dot(a, b):
     return jnp.dot(a, b, preferred_element_type=FP32)
-
-
-def _masked_exp2(mask, x):
-    """``2^x``, zero outside the mask; None: all of it."""
-    return jnp.exp2(x if mask is None else jnp.where(mask, x, -jnp.inf))
 
 
 def _chunk_of(ref, b, number, length: int, *at):
@@ -73,8 +68,6 @@ def _solve_body(*refs, length: int, packed: bool, interpret: bool):
         return jax.lax.rsqrt(jnp.sum(jnp.square(x.astype(FP32)), axis=1) + 1e-6)
 
     q_norm, k_norm = inverse_norm(q) * width**-0.5, inverse_norm(k)
-    keys = _dot(k, k.T) * k_norm[:, None] * k_norm[None, :]
-    queries = _dot(q, k.T) * q_norm[:, None] * k_norm[None, :]
     lower, first, last, together = i >= j, None, None, None
     if segment_ref is not None:
         segment = load(segment_ref.at[b, jnp.minimum(number * CHUNK + place, length - 1)])
@@ -83,46 +76,69 @@ def _solve_body(*refs, length: int, packed: bool, interpret: bool):
         lower &= segment[:, None] == segment[None, :]
         first, last, together = segment == before, segment == after, before == after
 
-    def memory(n, _):
+    def exponential(mask, x):
+        """``2^x``, zero outside the mask; None: all of it."""
+        return exp2(x if mask is None else jnp.where(mask, x, -jnp.inf), interpret=interpret)
+
+    def gates(n):
         m = head * group + n
-        beta, decay = (_chunk_of(ref, b, number, length, m) for ref in (beta_ref, g_ref))
-        decay = jnp.cumsum(decay * LOG2_E)
+        decay = jnp.cumsum(_chunk_of(g_ref, b, number, length, m) * LOG2_E)
+        return m, decay, exponential(lower, decay[:, None] - decay[None, :])
+
+    queries = _dot(q, k.T) * q_norm[:, None] * k_norm[None, :]
+
+    def read(n, _):
+        m, decay, ratio = gates(n)
         total = jnp.sum(jnp.where(place == CHUNK - 1, decay, 0.0))
-        since, until = _masked_exp2(first, decay), _masked_exp2(last, total - decay)
-        keep = jnp.broadcast_to(_masked_exp2(together, total), (CHUNK,))
+        since, until = exponential(first, decay), exponential(last, total - decay)
+        keep = exponential(together, jnp.broadcast_to(total, (CHUNK,)))
         for at, factor in enumerate((-k_norm * since, q_norm * since, k_norm * until, keep)):
             store(factor_ref.at[b, number, m, jnp.int32(at), every], factor)
-        ratio = _masked_exp2(lower, decay[:, None] - decay[None, :])
         store(reading_ref.at[b, number, m, every, every], (queries * ratio).astype(BF16))
-        overlap = jnp.where(i > j, keys * ratio * beta[:, None], 0.0)
+        return n
 
-        # The diagonal blocks' rows go through memory, [CHUNK, BLOCK]: a row cannot be cut out of registers.
+    # Two loops: 255 registers a thread do not hold both overlaps beside an inverse.
+    jax.lax.fori_loop(0, group, read, 0)
+    keys = _dot(k, k.T) * -k_norm[:, None] * k_norm[None, :]
+
+    def invert(n, _):
+        m, _, ratio = gates(n)
+        beta = _chunk_of(beta_ref, b, number, length, m)
+        overlap = keys * ratio * beta[:, None]  # what is on the diagonal is never read
+
+        # The diagonal blocks' rows go through memory: a row cannot be cut out of registers.
         own = (place // BLOCK)[:, None, None] == jnp.arange(BLOCKS)[None, :, None]
         blocks = jnp.sum(jnp.where(own, overlap.reshape(CHUNK, BLOCKS, BLOCK), 0.0), axis=1)
-        here, top = (b, number, head), place // BLOCK * BLOCK
-        store(lower_ref.at[(*here, every, pl.ds(0, BLOCK))], blocks)
+        here, all_blocks, all_rows = (b, number, head), pl.ds(0, BLOCKS), pl.ds(0, BLOCK)
+        store(lower_ref.at[(*here, all_blocks, all_rows, all_rows)], blocks.reshape(BLOCKS, BLOCK, BLOCK))
+        overlap = overlap.astype(FP16)
         barrier(interpret=interpret)
-        solved = []  # row r of the inverses; lane n * BLOCK + c is column c of block n
+        rows, column = [], jnp.broadcast_to(jnp.arange(BLOCK)[None, :], (BLOCKS, BLOCK))
         for r in range(BLOCK):
-            row = (place - top == r).astype(FP32)
-            for c in range(r):
-                row -= load(lower_ref.at[(*here, top + r, jnp.full((CHUNK,), c))]) * solved[c]
-            solved.append(row)
-        for r in range(BLOCK):
-            store(block_ref.at[(*here, top + r, place - top)], solved[r])
+            row = (column == r).astype(FP32)
+            for c, above in enumerate(rows):
+                if interpret:  # the same number; a load becomes many operations there
+                    factor = blocks.reshape(BLOCKS, BLOCK, BLOCK)[:, r, c]
+                else:
+                    factor = load(lower_ref.at[(*here, all_blocks, jnp.int32(r), jnp.int32(c))])
+                row = fma(factor[:, None], above, row, interpret=interpret)
+            store(block_ref.at[(*here, all_blocks, jnp.int32(r), all_rows)], row)
+            rows.append(row)
         barrier(interpret=interpret)
-        blocks = load(block_ref.at[(*here, every, pl.ds(0, BLOCK))])[:, None, :]
+        blocks = load(block_ref.at[(*here, all_blocks, all_rows, all_rows)]).reshape(CHUNK, 1, BLOCK)
         inverse = jnp.where(own, blocks, 0.0).reshape(CHUNK, CHUNK)
         size = BLOCK
         while size < CHUNK:  # [[a, 0], [x, b]] has the inverse [[a', 0], [-b' x a', b']]; entries are of order 1
-            corner = jnp.where((i // size != j // size) & (i // (2 * size) == j // (2 * size)), overlap, 0.0)
+            block = place // size
+            left = jnp.where(block % 2 == 1, block - 1, -1)
+            corner = jnp.where(left[:, None] == block[None, :], overlap, 0)
             half = inverse.astype(FP16)
-            inverse += _dot(-half, _dot(corner.astype(FP16), half).astype(FP16))
+            inverse += _dot(half, _dot(corner.astype(FP16), half).astype(FP16))
             size *= 2
         store(inverse_ref.at[b, number, m, every, every], (inverse * beta[None, :]).astype(BF16))
-        return _
+        return n
 
-    jax.lax.fori_loop(0, group, memory, 0)
+    jax.lax.fori_loop(0, group, invert, 0)
 
 
 def solve(q_BTKX, k_BTKX, g_BTM, beta_BTM, segment_BT=None, *, warps: int = 4, interpret: bool = False) -> Solved:
@@ -130,7 +146,7 @@ def solve(q_BTKX, k_BTKX, g_BTM, beta_BTM, segment_BT=None, *, warps: int = 4, i
     count = pl.cdiv(length, CHUNK)
     shape = partial(jax.ShapeDtypeStruct, dtype=FP32)
     square = shape((batch, count, memories, CHUNK, CHUNK), dtype=BF16)
-    scratch = shape((batch, count, keys, CHUNK, BLOCK))
+    scratch = shape((batch, count, keys, BLOCKS, BLOCK, BLOCK))
     operands = (q_BTKX, k_BTKX, g_BTM, beta_BTM) + (() if segment_BT is None else (segment_BT,))
     found = kernel_call(
         partial(_solve_body, length=length, packed=segment_BT is not None, interpret=interpret),
@@ -154,18 +170,27 @@ def _walk_body(*refs, logged: bool, block: int):
     (_, length, memories, _), (keys, width) = v_ref.shape, k_ref.shape[2:]
     head, x, mine, every = m // (memories // keys), pl.ds(0, width), pl.ds(y * block, block), pl.ds(0, CHUNK)
     row, column = jnp.arange(width)[None, :], (y * block + jnp.arange(block))[:, None]
+    count, first = pl.cdiv(length, CHUNK), jnp.int32(0)
 
-    def chunk(number, s):
+    def factor(number, i, at=every):
+        return load(factor_ref.at[b, number, m, jnp.int32(i), at])
+
+    def chunk(number, carry):
+        s, keep = carry
+        following = factor(jnp.minimum(number + 1, count - 1), 3, first)
         q, k = (_chunk_of(ref, b, number, length, head, x) for ref in (q_ref, k_ref))
         v = _chunk_of(v_ref, b, number, length, m, mine)
         inverse, reading = (load(ref.at[b, number, m, every, every]) for ref in (inverse_ref, reading_ref))
-        minus, q_in, k_out = (factor_ref.at[b, number, m, jnp.int32(i), every] for i in range(3))
-        keep = load(factor_ref.at[b, number, m, jnp.int32(3), jnp.arange(block) % CHUNK])
-        q_in = load(q_in)
+        # The compiler fetches ahead what a product's operand depends on. ``minus <= 0 <= q_in``, so that the minimum is
+        # ``minus``; ``keep`` is carried instead. The order leaves no more than 255 registers a thread alive.
         operand = s.astype(BF16)
-        read = _dot(operand, k.T) * load(minus)[None, :]
-        writes = _dot(v.T, inverse.T) + _dot(read.astype(BF16), inverse.T)
-        out = _dot(operand, q.T) * q_in[None, :] + _dot(writes.astype(BF16), reading.T)
+        read = _dot(operand, k.T)
+        out = _dot(operand, q.T)
+        q_in = factor(number, 1)
+        out *= q_in[None, :]
+        read = (read * jnp.minimum(factor(number, 0), q_in)[None, :]).astype(BF16)
+        writes = _dot(v.T, inverse.T) + _dot(read, inverse.T)
+        out += _dot(writes.astype(BF16), reading.T)
         token = number * CHUNK + jnp.arange(CHUNK)[None, :]
         inside = jnp.broadcast_to(token < length, (block, CHUNK)) if length % CHUNK else None
         store(out_ref.at[b, token, m, column], out.astype(out_ref.dtype), mask=inside)
@@ -177,9 +202,10 @@ def _walk_body(*refs, logged: bool, block: int):
                 store(log[0].at[b, slot, m, row, column], s)
                 store(log[1].at[b, slot, m, jnp.arange(CHUNK)[None, :], column], writes)
 
-        return s * keep[:, None] + _dot((writes * load(k_out)[None, :]).astype(BF16), k)
+        s = s * keep + _dot((writes * factor(number, 2)[None, :]).astype(BF16), k)
+        return s, following
 
-    s = jax.lax.fori_loop(0, pl.cdiv(length, CHUNK), chunk, load(s_ref.at[b, m, row, column]))
+    s, _ = jax.lax.fori_loop(0, count, chunk, (load(s_ref.at[b, m, row, column]), factor(first, 3, first)))
     store(last_ref.at[b, m, row, column], s)
 
 

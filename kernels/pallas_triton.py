@@ -62,6 +62,16 @@ def fma(a, b, c, *, interpret: bool = False):
     )[0]
 
 
+def exp2(x, *, interpret: bool = False):
+    """``2^x`` by the special function unit alone: two units in the last place, results below 2^-126 are zero."""
+    if interpret:
+        return jnp.exp2(x)
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return plt.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape]
+    )[0]
+
+
 def load(ref, *, mask=None, other=None, evict: str | None = None):
     """A (masked) load; inside a counted loop it becomes part of the software pipeline."""
     return plt.load(ref, mask=mask, other=other, eviction_policy=evict)

@@ -11,6 +11,7 @@ from ready_jax.kernels import attention, attention_inputs, dispatch, gated_delta
 
 KERNELS = {
     "gated_delta.rows": gated_delta.ROWS,
+    "gated_delta.prefill": gated_delta.PREFILL,
     "attend_rows": attention.IMPLEMENTATIONS,
     "attention_inputs": attention_inputs.IMPLEMENTATIONS,
     "markov_step": markov_step.IMPLEMENTATIONS,

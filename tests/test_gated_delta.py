@@ -120,7 +120,7 @@ def implementations():
     found = [pytest.param(lambda x: prefill_call(None)(x), id="prefill-reference")]
     for door, run in [("verify", by_passes), ("prefill", lambda impl, x: prefill_call(impl)(x))]:
         for candidate in gated_delta.IMPLEMENTATIONS[door]:
-            reason = candidate.why_not(platform=jax.default_backend())
+            reason = candidate.why_not(platform=jax.default_backend(), dtype=jnp.float32)
             skip = [pytest.mark.skip(reason=reason)] if reason else []
             found.append(
                 pytest.param(functools.partial(run, candidate.name), id=f"{door}-{candidate.name}", marks=skip)

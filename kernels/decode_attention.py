@@ -31,15 +31,15 @@ from ready_jax.kernels.pallas_triton import WHOLE, fma, gpu_only, kernel_call, l
 
 #: Query rows, and rows of a block, that one call takes.
 MAX_ROWS = 8
-#: Splits that the second kernel adds at once.
-FAN_IN = 16
+#: Splits that the second kernel adds at once, and columns of one of its programs.
+FAN_IN, COLUMNS = 32, 128
 
 
 class Splits(NamedTuple):
     """Splits of ``short`` slots up to slot ``border``, of ``long`` slots from there on; multiples of the chunk."""
 
-    short: int = 128
-    long: int = 512
+    short: int = 64
+    long: int = 640
     border: int = 2048
 
     def place(self, slot):
@@ -172,42 +172,43 @@ def _split_body(*refs, rows, block, group, splits, chunk, tile, width, scale, pe
         run(chunks)
 
 
-def _sum_body(*refs, block, group, splits, gated, interpret):
-    """Program (query head, row, sequence): the splits that the row sees, in the order of their slots."""
+def _sum_body(*refs, block, group, splits, width, gated, interpret):
+    """Program (query head and columns, row, sequence): the splits that the row sees, in the order of their slots."""
     begin_ref, end_ref, top_ref, sum_ref, part_ref, *gate_ref, out_ref = refs
-    h, t, b = (pl.program_id(axis) for axis in range(3))
-    head, g, row = out_ref.shape[2], h // group, t * group + h % group
+    parts = out_ref.shape[2] // width
+    h, t, b = pl.program_id(0) // parts, pl.program_id(1), pl.program_id(2)
+    columns = (pl.program_id(0) % parts) * width + jnp.arange(width)
+    g, row = h // group, t * group + h % group
+    at = b, t * (pl.num_programs(0) // parts) + h, columns
+    gate = load(gate_ref[0].at[at]).astype(jnp.float32) if gated else None
     offset, places = (1 if block else 0), top_ref.shape[2]
     begin, end = jnp.maximum(begin_ref[b, t], 0), end_ref[b, t]
     first = splits.place(begin) + offset
     last = jnp.where(begin < end, jnp.minimum(splits.place(end - 1) + 1 + offset, places), first)
-    place = jnp.arange(pl.next_power_of_2(places))
-    seen = (place >= first) & (place < last)
-    top = jnp.max(load(top_ref.at[b, g, place, row], mask=seen, other=-jnp.inf))
-    total, out = jnp.float32(0), jnp.zeros((head,), jnp.float32)
-    if block:
-        top = jnp.maximum(top, top_ref[b, g, 0, row])
-        weight = jnp.exp2(top_ref[b, g, 0, row] - top)
-        total, out = weight * sum_ref[b, g, 0, row], weight * part_ref[b, g, 0, row, :]
 
     def join(i, carry):
-        total, out = carry
+        top, total, out = carry
         place = i * FAN_IN + offset + jnp.arange(FAN_IN)
         seen = (place >= first) & (place < last)
         tops = load(top_ref.at[b, g, place, row], mask=seen, other=-jnp.inf)
         sums = load(sum_ref.at[b, g, place, row], mask=seen, other=0.0)
-        parts = load(part_ref.at[b, g, place[:, None], row, jnp.arange(head)[None]], mask=seen[:, None], other=0.0)
-        weight = jnp.where(seen, jnp.exp2(tops - top), 0.0)
-        return total + jnp.sum(weight * sums), out + jnp.sum(weight[:, None] * parts, axis=0)
+        parts = load(part_ref.at[b, g, place[:, None], row, columns[None]], mask=seen[:, None], other=0.0)
+        new = jnp.maximum(top, jnp.max(tops))
+        base = jnp.where(new == -jnp.inf, 0.0, new)
+        weight, keep = jnp.exp2(tops - base), jnp.exp2(top - base)
+        total = total * keep + jnp.sum(weight * sums)
+        return new, total, fma(out, keep, jnp.sum(weight[:, None] * parts, axis=0), interpret=interpret)
 
+    top, total, out = jnp.float32(-jnp.inf), jnp.float32(0), jnp.zeros((width,), jnp.float32)
+    if block:
+        top, total, out = top_ref[b, g, 0, row], sum_ref[b, g, 0, row], load(part_ref.at[b, g, 0, row, columns])
     lower, upper = (first - offset) // FAN_IN, pl.cdiv(last - offset, FAN_IN)
-    total, out = jax.lax.fori_loop(lower, upper, join, (total, out))
+    _, total, out = jax.lax.fori_loop(lower, upper, join, (top, total, out))
     out = out / total
     out = jnp.where(out == 0, 0.0, out).astype(out_ref.dtype)  # one sign of zero, however many empty chunks were added
-    if gated:
-        gate = gate_ref[0][b, t * pl.num_programs(0) + h, :].astype(jnp.float32)
+    if gate is not None:
         out = out * (1 / (1 + jnp.exp(-gate))).astype(out.dtype)
-    out_ref[b, t * pl.num_programs(0) + h, :] = out
+    store(out_ref.at[at], out)
 
 
 def decode_attention(
@@ -257,17 +258,24 @@ def decode_attention(
         num_stages=num_stages,
         interpret=interpret,
     )(*operands)
+    columns = min(head, COLUMNS)
     gate = () if gate_BTQH is None else (gate_BTQH.reshape(query.shape),)
     (out,) = kernel_call(
         functools.partial(
-            _sum_body, block=block_rows, group=group, splits=splits, gated=bool(gate), interpret=interpret
+            _sum_body,
+            block=block_rows,
+            group=group,
+            splits=splits,
+            width=columns,
+            gated=bool(gate),
+            interpret=interpret,
         ),
         name="decode_attention_sum",
-        grid=(heads, rows, batch),
+        grid=(heads * (head // columns), rows, batch),
         out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
         in_specs=[WHOLE] * (5 + len(gate)),
         out_specs=[WHOLE],
-        num_warps=2,
+        num_warps=4,
         interpret=interpret,
     )(begin_BT, end_BT, *parts, *gate)
     return out.reshape(query_BTQH.shape)

@@ -2,7 +2,8 @@
 
 Pallas' Triton backend lays a state tile over warps along the key axis, so that every row of a pass pays two
 reductions across warps, through shared memory and barriers. Here a warp holds all keys of its columns: reductions are
-three shuffles, and rows already normalised wait in shared memory. The roundings of scoring and commit are one and the
+three shuffles, and rows already normalised wait in shared memory. Two programs share a memory, as one cluster, and
+exchange what the norm needs. The roundings of scoring and commit are one and the
 same sequence, ``fma(k, u, S * decay)``.
 """
 
@@ -20,7 +21,9 @@ from ready_jax.kernels import gated_delta_fused
 from ready_jax.kernels.gated_delta_fused import Log
 
 #: Layers that one commit launch covers.
-LAYERS = 8
+LAYERS = 16
+#: Programs that share a memory, as one cluster.
+PARTS = 2
 #: Equal ranges of the following matrix whose first MiB is fetched while the rows run: XLA's product of 8 rows begins
 #: at as many places. More was slower: it is the state's memory traffic, too.
 RANGES = 8
@@ -56,10 +59,11 @@ class _Layouts:
 
 @cache
 def _kernels() -> SimpleNamespace:
-    """jax-triton and the compiled functions, imported when first needed, with two of its gaps closed.
+    """jax-triton and the compiled functions, imported when first needed, with three of its gaps closed.
 
-    jax-triton 0.4.1 looks up a constant of triton 3.7 that nothing here uses, and it compiles Gluon modules as if they
-    were Triton's: passes that choose layouts then replace those that the source states (correct, and 7 times slower).
+    jax-triton 0.4.1 looks up a constant of triton 3.7 that nothing here uses. It compiles Gluon modules as if they were
+    Triton's: passes that choose layouts then replace those that the source states (correct, and 7 times slower). And
+    it launches clusters only for modules whose arrays are spread over one.
     """
     import triton.backends.nvidia.driver as driver
 
@@ -77,30 +81,36 @@ def _kernels() -> SimpleNamespace:
         return compile_triton(module, _Layouts(backend) if has_layouts else backend, *rest)
 
     triton_lib.compile_ttir_to_ptx_inplace = compile_either
+
+    def in_clusters(name, warps, _, shared, binary, ttir, *rest, make=triton_lib.triton_kernel_call_lib.TritonKernel):
+        clusters = PARTS if "barrier.cluster" in ttir else 1
+        return make(name, warps, clusters, shared, binary, ttir, *rest)
+
+    triton_lib.triton_kernel_call_lib.TritonKernel = in_clusters
     return SimpleNamespace(call=jax_triton.triton_call, rows=source.rows, commit=source.commit)
 
 
-def rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, keys: int, next_OD=None, warps: int = 16):
+def rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, keys: int, next_OD=None, warps: int = 8):
     """Gated outputs [B, T, M*Y] of the rows, and their log. See :func:`ready_jax.kernels.gated_delta.rows`."""
     batch, tokens, columns = p_BTI.shape
     memories, width, values = s_BMXY.shape[1:]
     k = _kernels()
     following = norm_Y if next_OD is None else next_OD
     span = following.size // RANGES // 16 * 16  # elements; the fetch needs multiples of 16 bytes
-    fetch = span * following.dtype.itemsize >= 2048 * 32 * warps
+    fetch = following.dtype.itemsize == 2 and span * 2 >= PARTS * 2048 * 32 * warps
 
     def f32(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    key, u, decay, out = k.call(
+    key, u, decay, out, _ = k.call(
         p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, s_BMXY, following,
         kernel=k.rows,
         out_type=[
             f32(batch, tokens, keys, width), f32(batch, tokens, memories, values), f32(batch, tokens, memories),
-            jax.ShapeDtypeStruct((batch, tokens, memories * values), p_BTI.dtype),
+            jax.ShapeDtypeStruct((batch, tokens, memories * values), p_BTI.dtype), f32(batch, memories, PARTS, tokens),
         ],
         grid=(memories + (RANGES if fetch else 0), batch), num_warps=warps,
-        RANGE=span,
+        RANGE=span, PARTS=PARTS,
         ROW=columns, C=conv_WC.shape[1], K=keys, M=memories, X=width, Y=values, T=tokens, WARPS=warps, EPS=eps,
     )  # fmt: skip
     return out, Log(key, u, decay, p_BTI)

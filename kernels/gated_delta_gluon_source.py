@@ -8,6 +8,7 @@ from __future__ import annotations
 try:
     from triton.experimental.gluon import jit
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
 except ImportError:  # the module must import everywhere; `gated_delta_gluon.why_not` refuses to use it
 
     def jit(function):
@@ -20,22 +21,35 @@ def _silu(x):
 
 
 @jit
-def _convolved(
-    p, tail, conv, at, ROW: gl.constexpr, C: gl.constexpr, T: gl.constexpr, N: gl.constexpr, L: gl.constexpr
-):
-    """[T, N] of channels ``at ..``: causal convolution of window 4, SiLU, rounded to the activation type; fp32."""
-    t = gl.arange(0, T, layout=gl.SliceLayout(1, L))[:, None]
+def _tap(p, tail, conv, at, i: gl.constexpr, ROW: gl.constexpr, C: gl.constexpr, T: gl.constexpr, N: gl.constexpr,
+         L: gl.constexpr):  # fmt: skip
+    """Inputs [T, N] and weights [1, N] of tap ``i`` of the causal convolution, channels ``at ..``."""
+    row = gl.arange(0, T, layout=gl.SliceLayout(1, L))[:, None] + (i - 3)
     c = at + gl.arange(0, N, layout=gl.SliceLayout(0, L))[None, :]
-    total = gl.zeros([T, N], gl.float32, layout=L)
-    for i in gl.static_range(4):
-        row = t + (i - 3)
-        before, _ = gl.broadcast(row < 0, c)
-        after, _ = gl.broadcast(row >= 0, c)
-        old = gl.load(tail + (row + 3) * C + c, mask=before, other=0.0)
-        new = gl.load(p + row * ROW + c, mask=after, other=0.0)
-        x = gl.where(row < 0, old, new).to(gl.float32)
-        w, x = gl.broadcast(gl.load(conv + i * C + c).to(gl.float32), x)
-        total = gl.fma(x, w, total)
+    here = gl.where(row < 0, tail + (row + 3) * C + c, p + row * ROW + c)
+    return gl.load(here), gl.load(conv + i * C + c)
+
+
+@jit
+def _taps(p, tail, conv, at, ROW: gl.constexpr, C: gl.constexpr, T: gl.constexpr, N: gl.constexpr, L: gl.constexpr):
+    x0, w0 = _tap(p, tail, conv, at, 0, ROW, C, T, N, L)
+    x1, w1 = _tap(p, tail, conv, at, 1, ROW, C, T, N, L)
+    x2, w2 = _tap(p, tail, conv, at, 2, ROW, C, T, N, L)
+    x3, w3 = _tap(p, tail, conv, at, 3, ROW, C, T, N, L)
+    return x0, x1, x2, x3, w0, w1, w2, w3
+
+
+@jit
+def _times(x, w, total):
+    w, x = gl.broadcast(w.to(gl.float32), x.to(gl.float32))
+    return gl.fma(x, w, total)
+
+
+@jit
+def _convolved(x0, x1, x2, x3, w0, w1, w2, w3):
+    """Convolution of window 4, SiLU, rounded to the activation type; fp32."""
+    w, x = gl.broadcast(w0.to(gl.float32), x0.to(gl.float32))
+    total = _times(x3, w3, _times(x2, w2, _times(x1, w1, x * w)))
     return _silu(total).to(gl.bfloat16).to(gl.float32)
 
 
@@ -47,17 +61,14 @@ def _shared_rows(x):
 
 
 @jit
-def rows(
-    p, tail, conv, rate, bias, norm, s, following, k_log, u_log, decay_log, out,
-    ROW: gl.constexpr, C: gl.constexpr, K: gl.constexpr, M: gl.constexpr, X: gl.constexpr, Y: gl.constexpr,
-    T: gl.constexpr, WARPS: gl.constexpr, EPS: gl.constexpr, RANGE: gl.constexpr,
-):  # fmt: skip
-    """Programs ``(head, sequence)``, and behind the heads those that fetch ``following`` meanwhile."""
-    if gl.program_id(0) >= M:
-        if gl.program_id(1) == 0:
-            _fetch(following + (gl.program_id(0) - M) * RANGE, WARPS)
-    else:
-        _rows(p, tail, conv, rate, bias, norm, s, k_log, u_log, decay_log, out, ROW, C, K, M, X, Y, T, WARPS, EPS)
+def _meet(x):
+    """``x``, once all threads of the cluster are here; what they stored before is visible to all after.
+
+    The loads behind must depend on the result: only that keeps the compiler from lifting them over it.
+    """
+    gl.thread_barrier()
+    code: gl.constexpr = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;"
+    return gl.inline_asm_elementwise(code, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit
@@ -70,53 +81,86 @@ def _fetch(start, WARPS: gl.constexpr):
 
 
 @jit
-def _rows(
-    p, tail, conv, rate, bias, norm, s, k_log, u_log, decay_log, out,
+def rows(
+    p, tail, conv, rate, bias, norm, s, following, k_log, u_log, decay_log, out, squares,
     ROW: gl.constexpr, C: gl.constexpr, K: gl.constexpr, M: gl.constexpr, X: gl.constexpr, Y: gl.constexpr,
-    T: gl.constexpr, WARPS: gl.constexpr, EPS: gl.constexpr,
+    T: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr, EPS: gl.constexpr, RANGE: gl.constexpr,
 ):  # fmt: skip
+    """Programs ``(PARTS memory + part, sequence)``: a memory's parts are one cluster. Behind them, those that fetch."""
+    m = gl.program_id(0) // PARTS
+    part = gl.program_id(0) % PARTS
+    if m >= M:
+        if gl.program_id(1) == 0:
+            _fetch(following + (m - M) * RANGE + part * (1024 * 32 * WARPS), WARPS)
+    else:
+        _rows(p, tail, conv, rate, bias, norm, s, k_log, u_log, decay_log, out, squares, m, part,
+              ROW, C, K, M, X, Y, T, PARTS, WARPS, EPS)  # fmt: skip
+
+
+@jit
+def _rows(
+    p, tail, conv, rate, bias, norm, s, k_log, u_log, decay_log, out, squares, m, part,
+    ROW: gl.constexpr, C: gl.constexpr, K: gl.constexpr, M: gl.constexpr, X: gl.constexpr, Y: gl.constexpr,
+    T: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr, EPS: gl.constexpr,
+):  # fmt: skip
+    """A part has ``N = Y / PARTS`` columns of the state; only the norm of the outputs needs the other part."""
+    N: gl.constexpr = Y // PARTS
     S: gl.constexpr = gl.BlockedLayout([4, 2], [8, 4], [1, WARPS], [1, 0])  # state
-    R: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])  # rows
+    R: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])  # rows of keys
+    V: gl.constexpr = gl.BlockedLayout([1, N // 32], [1, 32], [WARPS, 1], [1, 0])  # rows of values
+    F: gl.constexpr = gl.BlockedLayout([1, 4], [128 // N, N // 4], [WARPS, 1], [1, 0])  # state on its way
     BY_KEY: gl.constexpr = gl.SliceLayout(1, S)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, S)
-    m = gl.program_id(0)
     b = gl.program_id(1)
     head = m // (M // K)
     p += b * T * ROW
     tail += b * 3 * C
-    x_S = gl.arange(0, X, layout=BY_KEY)
-    y_S = gl.arange(0, Y, layout=BY_COLUMN)
-    # The state is on its way while the rows are prepared.
-    state = gl.load(s + (b * M + m) * X * Y + x_S[:, None] * Y + y_S[None, :])
+    # The state is on its way while the rows are prepared. Swizzled: a warp reads 8 keys of 32 bytes each at once.
+    s_tile = gl.allocate_shared_memory(gl.float32, [X, N], gl.SwizzledSharedLayout(8, 4, 4, [1, 0]))
+    x_F = gl.arange(0, X, layout=gl.SliceLayout(1, F))[:, None]
+    y_F = gl.arange(0, N, layout=gl.SliceLayout(0, F))[None, :]
+    async_copy.async_copy_global_to_shared(s_tile, s + (b * M + m) * X * Y + x_F * Y + part * N + y_F)
+    async_copy.commit_group()
 
     t_R = gl.arange(0, T, layout=gl.SliceLayout(1, R))
     x_R = gl.arange(0, X, layout=gl.SliceLayout(0, R))
-    q = _convolved(p, tail, conv, head * X, ROW, C, T, X, R)
-    k = _convolved(p, tail, conv, (K + head) * X, ROW, C, T, X, R)
-    v = _convolved(p, tail, conv, 2 * K * X + m * Y, ROW, C, T, Y, R)
+    t_V = gl.arange(0, T, layout=gl.SliceLayout(1, V))
+    y_V = part * N + gl.arange(0, N, layout=gl.SliceLayout(0, V))
+    # All loads first, so that they wait for memory together.
+    q0, q1, q2, q3, qa, qb, qc, qd = _taps(p, tail, conv, head * X, ROW, C, T, X, R)
+    k0, k1, k2, k3, ka, kb, kc, kd = _taps(p, tail, conv, (K + head) * X, ROW, C, T, X, R)
+    v0, v1, v2, v3, va, vb, vc, vd = _taps(p, tail, conv, 2 * K * X + m * Y + part * N, ROW, C, T, N, V)
     gates: gl.constexpr = C + M * Y
-    strength = gl.load(p + t_R * ROW + gates + m).to(gl.float32)
-    a = gl.load(p + t_R * ROW + gates + M + m).to(gl.float32) + gl.load(bias + m).to(gl.float32)
-    z = gl.load(p + t_R[:, None] * ROW + C + m * Y + x_R[None, :])
+    strength = gl.load(p + t_V * ROW + gates + m).to(gl.float32)
+    a = gl.load(p + t_V * ROW + gates + M + m).to(gl.float32) + gl.load(bias + m).to(gl.float32)
+    z = gl.load(p + t_V[:, None] * ROW + C + m * Y + y_V[None, :])
+    scale = gl.load(norm + y_V)
+    speed = gl.load(rate + m).to(gl.float32)
+    q = _convolved(q0, q1, q2, q3, qa, qb, qc, qd)
+    k = _convolved(k0, k1, k2, k3, ka, kb, kc, kd)
+    v = _convolved(v0, v1, v2, v3, va, vb, vc, vd)
     q = q * gl.rsqrt(gl.sum(q * q, axis=1) + 1e-6)[:, None] * (X**-0.5)
     k = k * gl.rsqrt(gl.sum(k * k, axis=1) + 1e-6)[:, None]
-    if m % (M // K) == 0:
+    if (m % (M // K) == 0) & (part == 0):
         gl.store(k_log + ((b * T + t_R[:, None]) * K + head) * X + x_R[None, :], k)
     softplus = gl.maximum(a, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(a)))
-    decay = gl.exp(-gl.exp(gl.load(rate + m).to(gl.float32)) * softplus)
+    decay = gl.exp(-gl.exp(speed) * softplus)
     beta = 1.0 / (1.0 + gl.exp(-strength))
-    gl.store(decay_log + (b * T + t_R) * M + m, decay)
-    overlap = gl.sum(q * k, axis=1)
-    zero = gl.zeros([T, Y], gl.float32, layout=R)
+    gl.store(decay_log + (b * T + t_V) * M + m, decay)
+    overlap = gl.convert_layout(gl.sum(q * k, axis=1), gl.SliceLayout(1, V))
+    zero = gl.zeros([T, N], gl.float32, layout=V)
     q_s = _shared_rows(q)
     k_s = _shared_rows(k)
     v_s = _shared_rows(v)
     decay_s = _shared_rows(zero + decay[:, None])
     beta_s = _shared_rows(zero + beta[:, None])
     overlap_s = _shared_rows(zero + overlap[:, None])
-    o_tile = gl.allocate_shared_memory(gl.float32, [T, Y], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    o_s = o_tile._reinterpret(gl.float32, [T, Y], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    o_tile = gl.allocate_shared_memory(gl.float32, [T, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    o_s = o_tile._reinterpret(gl.float32, [T, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    async_copy.wait_group(0)
     gl.thread_barrier()
+    state = s_tile.load(S)
+    y_S = part * N + gl.arange(0, N, layout=BY_COLUMN)
 
     for t in range(T):  # not unrolled: code that runs once waits for its instructions
         key = k_s.index(t).load(BY_KEY)[:, None]
@@ -131,10 +175,15 @@ def _rows(
         state = gl.fma(key, write, state)
 
     gl.thread_barrier()
-    o = o_tile.load(R).to(gl.bfloat16).to(gl.float32)
-    o = (o * gl.rsqrt(gl.sum(o * o, axis=1) * (1.0 / Y) + EPS)[:, None]).to(gl.bfloat16)
-    o = (o * gl.load(norm + x_R).to(gl.bfloat16)[None, :]).to(gl.float32)
-    gl.store(out + (b * T + t_R[:, None]) * M * Y + m * Y + x_R[None, :], (o * _silu(z.to(gl.float32))).to(gl.bfloat16))
+    o = o_tile.load(V).to(gl.bfloat16).to(gl.float32)
+    total = gl.sum(o * o, axis=1)
+    if PARTS == 2:
+        mine = squares + ((b * M + m) * 2 + part) * T
+        gl.store(mine + t_V, total)
+        total += gl.load(mine + (1 - 2 * part) * T + _meet(t_V), cache_modifier=".cg")
+    o = (o * gl.rsqrt(total * (1.0 / Y) + EPS)[:, None]).to(gl.bfloat16)
+    o = (o * scale.to(gl.bfloat16)[None, :]).to(gl.float32)
+    gl.store(out + (b * T + t_V[:, None]) * M * Y + m * Y + y_V[None, :], (o * _silu(z.to(gl.float32))).to(gl.bfloat16))
 
 
 @jit

@@ -133,7 +133,7 @@ class Kernels:
 
         def step(carry, operands):
             out, s, _ = gated_delta.prefill(carry[0], *operands)
-            return s, out
+            return s, out.astype(operands[2].dtype)  # as the norm behind it takes it in a layer
 
         c, lead = self.config, (self.batch, self.slots)
         key, gate = (*lead, c.linear_num_key_heads, c.linear_key_head_dim), (*lead, c.linear_num_value_heads)

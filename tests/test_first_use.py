@@ -12,7 +12,8 @@ from ready_jax.kernels import attention, attention_inputs, dispatch, gated_delta
 KERNELS = {
     "gated_delta.rows": gated_delta.ROWS,
     "gated_delta.prefill": gated_delta.PREFILL,
-    "attend_rows": attention.IMPLEMENTATIONS,
+    "attend_rows": attention.ROWS,
+    "attend_ranges": attention.RANGES,
     "attention_inputs": attention_inputs.IMPLEMENTATIONS,
     "markov_step": markov_step.IMPLEMENTATIONS,
     "state_read.prepare": state_read.PREPARE,

@@ -10,6 +10,8 @@ FREE = {
     "after-all", "async-update", "bitcast", "constant", "domain", "get-tuple-element", "opt-barrier",
     "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple",
 }  # fmt: skip
+#: Instructions by which devices talk to each other.
+COLLECTIVES = {"all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"}
 FREE_TARGETS = {"AllocateBuffer", "AssumeGatherIndicesInBound"}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAMES = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")

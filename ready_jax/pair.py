@@ -54,9 +54,9 @@ def load(
     """A pair from folders or hub names; without arguments the ``nano`` pair that ships with the package.
 
     ``mesh`` spreads the pair over the devices of its last axis (see ``tensor_parallel``): heads, MLP columns and
-    vocabulary must divide; rows of a batch are split over the axes before. ``device`` ("cpu", "gpu") is required to be there; a model too
-    large to be useful on a CPU is refused there unless ``device="cpu"`` says so. ``compile_cache`` is a folder in
-    which compiled programs outlive the process.
+    vocabulary must divide; rows of a batch are split over the axes before. ``device`` ("cpu", "gpu") is required to be
+    there; a model too large to be useful on a CPU is refused there unless ``device="cpu"`` says so. ``compile_cache``
+    is a folder in which compiled programs outlive the process.
 
     Raises ``CheckpointError`` with every fault of a folder, ValueError if target and drafter do not fit.
     """

@@ -6,6 +6,8 @@ activations stay as they are, products accumulate in fp32. Only acceptance can m
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,6 +15,7 @@ from flax import nnx
 from ready_jax.drafter import Drafter
 from ready_jax.layers import Scaled
 from ready_jax.lora import merge
+from ready_jax.tensor_parallel import Sharded
 
 FP8 = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(FP8).max)
@@ -27,13 +30,15 @@ def fp8(w_IO: jax.Array) -> Scaled:
     return Scaled((w_IO / scale[None]).astype(FP8), scale)
 
 
-def draft_fp8(drafter: Drafter, head: jax.Array | None = None) -> Drafter:
+def draft_fp8[D: (Drafter, Sharded)](drafter: D, head: jax.Array | None = None) -> D:
     """The same drafter (LoRA merged), its large matrices in fp8; norms, embeddings, reader and confidence head stay.
 
     ``head`` [D, V], or else a head of the drafter's own, becomes an fp8 head that ``propose`` prefers to the target's
     (``target.w_out_DV[...]``, or ``target.embed_VD[...].T`` where the two are tied). For decoding: a quantised drafter
-    is neither trained nor saved.
+    is neither trained nor saved. Over a mesh the head is the target's ``shards.w_out_DV[...]``.
     """
+    if isinstance(drafter, Sharded):
+        return replace(drafter, shards=draft_fp8(drafter.shards, head)).placed()
     other = merge(drafter)
     large: list[tuple[nnx.Module, str]] = [(other, "w_fuse_ID")]
     for layer in other.layers:

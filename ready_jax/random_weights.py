@@ -14,35 +14,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
-from ready_jax.config import DrafterConfig, TargetConfig
+from ready_jax import tensor_parallel
+from ready_jax.config import FULL, LINEAR, DrafterConfig, TargetConfig
 from ready_jax.drafter import DraftContext, Drafter
 from ready_jax.reader import StateReader
 from ready_jax.state import DecodeState
 from ready_jax.target import Target
 
+#: Kinds of the target's layers, and where the parts of a model of one layer lie.
+KINDS, LAYER = (LINEAR, FULL), ("layers", "0")
 
-def random_target(config: TargetConfig, seed: int = 0, *, dtype="bfloat16") -> Target:
-    """As ``Target(config, ...)`` would be made, up to the values drawn; a 27B model takes seconds on a GPU."""
+
+def random_target(config: TargetConfig, seed: int = 0, *, dtype="bfloat16", mesh: Mesh | None = None) -> Any:
+    """As ``Target(config, ...)`` would be made, up to the values drawn; a 27B model takes seconds on a GPU.
+
+    With ``mesh`` every shard draws its own part: a ``tensor_parallel.Sharded``, and never a whole model.
+    """
     shell, *keys = jax.random.split(jax.random.key(seed), config.num_layers + 1)
-    model = _target(shell, replace(config, layer_types=()), dtype)
+    model = _part(_target, replace(config, layer_types=()), dtype, mesh)(shell)
+    parts = {kind: _part(_target_layer, replace(config, layer_types=(kind,)), dtype, mesh, LAYER) for kind in KINDS}
     layers = zip(config.layer_types, keys, strict=True)
-    model.layers = nnx.List([_target_layer(key, replace(config, layer_types=(kind,)), dtype) for kind, key in layers])
-    return _as(lambda: Target(config, rngs=nnx.Rngs(0), dtype=dtype), model)
+    model.layers = nnx.List([parts[kind](key) for kind, key in layers])
+    return _as(lambda c: Target(c, rngs=nnx.Rngs(0), dtype=dtype), model, config, mesh)
 
 
-def random_drafter(config: DrafterConfig, seed: int = 1, *, dtype="bfloat16") -> Drafter:
+def random_drafter(config: DrafterConfig, seed: int = 1, *, dtype="bfloat16", mesh: Mesh | None = None) -> Any:
     """As ``Drafter(config, ...)`` would be made, reader included, up to the values drawn.
 
-    The drafter's own part depends neither on the reader nor on whether there is one.
+    The drafter's own part depends neither on the reader nor on whether there is one. ``mesh``: see ``random_target``.
     """
     bare = replace(config, reader=None)
     shell, *keys = jax.random.split(jax.random.key(seed), config.num_layers + 1)
-    model = _drafter(shell, replace(bare, num_layers=0), dtype)
-    model.layers = nnx.List([_draft_layer(key, replace(bare, num_layers=1), dtype) for key in keys])
+    model = _part(_drafter, replace(bare, num_layers=0), dtype, mesh)(shell)
+    layer = _part(_draft_layer, replace(bare, num_layers=1), dtype, mesh, LAYER)
+    model.layers = nnx.List([layer(key) for key in keys])
     if config.reader is not None:
-        model.reader = nnx.data(random_reader(config, seed, dtype=dtype))
-    return _as(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype), model)
+        reader = random_reader(config, seed, dtype=dtype)
+        model.reader = nnx.data(reader if mesh is None else tensor_parallel.shard(reader, mesh).shards)
+    return _as(lambda c: Drafter(c, rngs=nnx.Rngs(0), dtype=dtype), model, config, mesh)
 
 
 def random_reader(config: DrafterConfig, seed: int = 1, *, dtype="bfloat16") -> StateReader:
@@ -50,6 +61,13 @@ def random_reader(config: DrafterConfig, seed: int = 1, *, dtype="bfloat16") -> 
     if config.reader is None:
         raise ValueError("this drafter's configuration has no reader")
     return _reader(jax.random.key(seed), config.reader, config.hidden_size, len(config.inject_layers), dtype)
+
+
+def _part(make: Callable, config, dtype, mesh: Mesh | None, owner: tuple[str, ...] = ()) -> Callable:
+    """From a key to a part of a model; with ``mesh`` drawn shard by shard."""
+    if mesh is None:
+        return lambda key: make(key, config, dtype)
+    return tensor_parallel.drawn(lambda key, config: make(key, config, dtype), config, mesh, owner)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -77,9 +95,14 @@ def _reader(key, config, hidden, sites, dtype):
     return StateReader(config, hidden, sites, rngs=nnx.Rngs(key), dtype=dtype)
 
 
-def _as[T](make: Callable[[], T], model: T) -> T:
-    """The leaves of ``model`` in the structure of what ``make`` builds."""
-    wanted = nnx.eval_shape(make)
+def _as(make: Callable, model, config, mesh: Mesh | None):
+    """The leaves of ``model`` in the structure of what ``make`` builds; with ``mesh`` in that of a shard."""
+    if mesh is not None:
+        shards = mesh.shape[mesh.axis_names[-1]]
+        structure = jax.tree.structure(nnx.eval_shape(lambda: make(tensor_parallel.local(config, shards))))
+        spread = jax.tree.unflatten(structure, jax.tree.leaves(model))
+        return tensor_parallel.Sharded(spread, tensor_parallel.effective(config, shards), config, mesh)
+    wanted = nnx.eval_shape(lambda: make(config))
     leaves = jax.tree.leaves(model)
     shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
     if shapes != [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(wanted)]:

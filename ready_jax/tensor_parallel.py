@@ -235,6 +235,13 @@ def faults(config: Config, shards: int) -> list[str]:
     return found
 
 
+def check(name: str, config: Config, mesh: Mesh) -> None:
+    """ValueError with every count that does not divide."""
+    axis = mesh.axis_names[-1]
+    if found := faults(config, mesh.shape[axis]):
+        raise ValueError(f"{name} over {mesh.shape[axis]} shards of axis {axis!r}: " + "; ".join(found))
+
+
 def _local_heads(reader: ReaderConfig, shards: int) -> tuple[int, ...] | None:
     """The selected heads as a shard counts them; None if shards would differ."""
     each, count = reader.memory_heads // shards, len(reader.heads) // shards
@@ -244,7 +251,7 @@ def _local_heads(reader: ReaderConfig, shards: int) -> tuple[int, ...] | None:
     return local if fits else None
 
 
-def _local[C: Config](config: C, shards: int) -> C:
+def local[C: Config](config: C, shards: int) -> C:
     """The configuration of one shard. Token ids stay those of the whole vocabulary, and so does its size."""
     changes = {
         name: max(getattr(config, name) // shards, 1)
@@ -254,11 +261,11 @@ def _local[C: Config](config: C, shards: int) -> C:
     if isinstance(config, ReaderConfig):
         changes["state_heads"] = None if config.state_heads is None else _local_heads(config, shards)
     if isinstance(config, DrafterConfig) and config.reader is not None:
-        changes["reader"] = _local(config.reader, shards)
+        changes["reader"] = local(config.reader, shards)
     return replace(config, **changes)
 
 
-def _effective[C: Config](config: C, shards: int) -> C:
+def effective[C: Config](config: C, shards: int) -> C:
     """The configuration of all shards together: heads that several of them hold are counted as often."""
     changes = {name: max(getattr(config, name), shards) for name in SHARED if hasattr(config, name)}
     return replace(config, **changes)
@@ -294,10 +301,7 @@ def shard(model, mesh: Mesh) -> Any:
             model, is_leaf=lambda x: isinstance(x, (Sharded, *MODULES)),
         )  # fmt: skip
     shards, config = mesh.shape[mesh.axis_names[-1]], model.config
-    if found := faults(config, shards):
-        raise ValueError(
-            f"{type(model).__name__} over {shards} shards of axis {mesh.axis_names[-1]!r}: " + "; ".join(found)
-        )
+    check(type(model).__name__, config, mesh)
     plain = lora.merge(model) if isinstance(model, Drafter) else model
 
     def put(path, leaf):
@@ -312,8 +316,8 @@ def shard(model, mesh: Mesh) -> Any:
 
         return jax.make_array_from_callback(tuple(shape), NamedSharding(mesh, _spec(cut, mesh)), part)
 
-    local = _configured(jax.tree_util.tree_map_with_path(put, plain), _local(config, shards))
-    return Sharded(local, _effective(config, shards), config, mesh)
+    spread = _configured(jax.tree_util.tree_map_with_path(put, plain), local(config, shards))
+    return Sharded(spread, effective(config, shards), config, mesh)
 
 
 def _readable(config: Config, module: Module) -> Config:
@@ -387,13 +391,36 @@ def on_shards(function: Callable, arguments: dict[str, Any], out, *, batch: int)
     assert mesh is not None
     axis = mesh.axis_names[-1] if mesh.shape[mesh.axis_names[-1]] > 1 else None
 
-    def local(arguments):
+    def run(arguments):
         with collectives.axis(axis), dispatch.partitioned(False):
             return function(**arguments)
 
     spread = jax.tree.map(lambda x: x.shards if _is_sharded(x) else x, arguments, is_leaf=_is_sharded)
     in_specs, out_specs = (specs(tree, mesh, batch) for tree in (arguments, out))
-    return jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(spread)
+    return jax.shard_map(run, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(spread)
+
+
+def drawn(make: Callable, config: Config, mesh: Mesh, owner: tuple[str, ...] = ()) -> Callable:
+    """``make(key, config)`` (a module, or the part of one at path ``owner``) drawn by every shard for itself.
+
+    Nothing whole exists anywhere: what is cut comes from a key of the shard, the rest from the same key on all.
+    """
+    axis, shards = mesh.axis_names[-1], mesh.shape[mesh.axis_names[-1]]
+    check("a random model", config, mesh)
+    mine = local(config, shards)
+
+    def draw(key):
+        def pick(path, own, same):
+            cut = cut_of(owner + _names(path), config, shards)
+            # Configurations keep the vocabulary whole, so that is cut here.
+            return same if cut is None else jax.lax.slice_in_dim(own, 0, cut.size, axis=cut.dim)
+
+        own_key = jax.random.fold_in(key, 1 + jax.lax.axis_index(axis))
+        return jax.tree_util.tree_map_with_path(pick, make(own_key, mine), make(key, mine))
+
+    like = jax.eval_shape(lambda key: make(key, mine), jax.random.key(0))
+    out_specs = module_specs(like, config, mesh, owner)
+    return jax.jit(jax.shard_map(draw, mesh=mesh, in_specs=PartitionSpec(), out_specs=out_specs, check_vma=False))
 
 
 def place[T](tree: T, mesh: Mesh, *, batch: int) -> T:

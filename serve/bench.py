@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
-from ready_jax import devices, hlo, provenance
+from ready_jax import collectives, devices, hlo, provenance
 from ready_jax.baselines import Forced, Scripted
 from ready_jax.configs.qwen3_8_27b import PRESETS, Preset
 from ready_jax.decode import Autoregressive, Decoding, DrafterShape, Limits, decode
@@ -37,6 +38,7 @@ from ready_jax.serve.exact import Comparison, every_pair
 from ready_jax.serve.kernel_times import kernel_times
 from ready_jax.state import init_state
 from ready_jax.target import Target
+from ready_jax.tensor_parallel import Sharded, on_shards, place
 
 #: The published acceptance length of ReaDy on this target (arXiv 2610.20503).
 PUBLISHED_ACCEPTANCE = 4.5285
@@ -81,22 +83,27 @@ def size(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def traffic(target: Target, drafter: Drafter | None, tokens: int, batch: int = 1) -> dict[str, int]:
+def arrays(model: Target | Drafter | Sharded) -> Any:
+    """The module that holds a model's arrays."""
+    return model.shards if isinstance(model, Sharded) else model
+
+
+def traffic(target: Target | Sharded, drafter: Drafter | Sharded | None, tokens: int, batch: int = 1) -> dict[str, int]:
     """Bytes that one round must move (None: an autoregressive token): weights read once, states read and written."""
-    c = target.config
-    head = target.embed_VD if target.w_out_DV is None else target.w_out_DV
+    c, parts = target.config, arrays(target)
+    head = parts.embed_VD if parts.w_out_DV is None else parts.w_out_DV
     memory = jax.eval_shape(lambda t: init_state(c, batch, tokens, dtype=t.dtype), target)
     found = dict(
-        target_weights=size(target) - (size(target.embed_VD) if target.w_out_DV is not None else 0),
+        target_weights=size(target) - (size(parts.embed_VD) if parts.w_out_DV is not None else 0),
         states=2 * size((memory.recurrent, memory.conv)),
         keys_values=size((memory.key, memory.value)),
     )
     if drafter is not None:
-        context = jax.eval_shape(lambda d: d.init_context(batch, tokens), drafter)
+        context, draft = jax.eval_shape(lambda d: d.init_context(batch, tokens), drafter), arrays(drafter)
         found |= dict(
-            draft_weights=size((drafter.w_fuse_ID, drafter.layers)),
-            draft_head=size(head if drafter.w_out_DV is None else drafter.w_out_DV),
-            markov=drafter.config.block_size * size(drafter.markov.w2_RV) if drafter.markov is not None else 0,
+            draft_weights=size((draft.w_fuse_ID, draft.layers)),
+            draft_head=size(head if draft.w_out_DV is None else draft.w_out_DV),
+            markov=drafter.config.block_size * size(draft.markov.w2_RV) if draft.markov is not None else 0,
             draft_context=size((context.key, context.value)),
         )
         for reader in getattr(drafter.reader, "readers", (drafter.reader,) if drafter.reader is not None else ()):
@@ -125,6 +132,7 @@ class Bench:
             context=options.context,
             capacity=self.capacity,
             batch=options.batch,
+            devices=options.devices,
             xla_options=OPTIONS | self.xla,
             turns=list(options.turns),
             windows=options.windows,
@@ -136,24 +144,32 @@ class Bench:
         self.decode = Program(decode, options=self.xla)
         self.programs = [self.decode]
         self._text: np.ndarray | None = None
+        found = jax.devices()
+        if options.devices > len(found):
+            raise ValueError(f"--devices {options.devices}: {len(found)} are here")
+        self.mesh = Mesh(np.array(found[: options.devices]), ("model",)) if options.devices > 1 else None
 
     # The model and its memory
 
     def build(self) -> None:
-        self.target = random_target(self.preset.target)
-        self.drafter = random_drafter(self.config)
+        self.target = random_target(self.preset.target, mesh=self.mesh)
+        self.drafter = random_drafter(self.config, mesh=self.mesh)
         self.bare = self.drafter.with_reader(None)
         jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
         parts: dict[str, Any] = dict(target=self.target, drafter=self.bare, reader=self.drafter.reader)
         self.record["weight_bytes"] = {name: size(module) for name, module in parts.items()}
         batch = self.options.batch
-        state = init_state(self.preset.target, batch, self.capacity, dtype=self.target.dtype)
+        state = init_state(self.target.config, batch, self.capacity, dtype=self.target.dtype)
         context = self.bare.init_context(batch, self.capacity)
-        self.empty = state, context
-        self.state = random_memory(state, self.options.context)
-        self.context = random_memory(context, self.options.context)
+        self.empty = self.placed((state, context))
+        self.state = self.placed(random_memory(state, self.options.context))
+        self.context = self.placed(random_memory(context, self.options.context))
         self.anchor_B = jnp.ones((batch,), jnp.int32)
         self.record["filled_by"] = "random contents"
+
+    def placed(self, memory):
+        """Memories where the devices expect their heads."""
+        return memory if self.mesh is None else place(memory, self.mesh, batch=self.options.batch)
 
     def run(self, drafter=None, *, logits: bool = False) -> Decoding:
         """A generation at the asked-for context that has emitted its first token."""
@@ -177,7 +193,7 @@ class Bench:
             draft_limit=jnp.int32(self.preset.target.max_position_embeddings),
         )
 
-    def arguments(self, drafter: Drafter | None, **changes) -> dict[str, Any]:
+    def arguments(self, drafter: Drafter | Sharded | None, **changes) -> dict[str, Any]:
         """What `decode` takes; without a drafter it proposes nothing."""
         if drafter is None:
             drafting: Any = Autoregressive(DrafterShape(self.block))
@@ -225,8 +241,8 @@ class Bench:
                 )  # fmt: skip
             return found
 
-        self.state, self.context, logits = consumed(options.context)
-        self.anchor_B = jnp.argmax(jnp.asarray(logits)[:, 0], axis=-1).astype(jnp.int32)
+        self.state, self.context, anchor_B = consumed(options.context)
+        self.anchor_B = jnp.asarray(np.asarray(anchor_B))
         self._text = None
         self.record["filled_by"] = f"prefill in chunks of {chunk}"
         count = min(2048, options.context)
@@ -237,7 +253,7 @@ class Bench:
             times.append(time.perf_counter() - start)
         self.record |= {f"prefill_{count}_ms": 1e3 * float(np.median(times)), "prefill_chunk": chunk}
 
-    def timed(self, name: str, drafter: Drafter | None) -> float:
+    def timed(self, name: str, drafter: Drafter | Sharded | None) -> float:
         """Milliseconds per round; the record also gets the range over windows, bytes, launches and acceptance."""
         arguments = self.arguments(drafter)
         last: list[Decoding] = []
@@ -253,13 +269,15 @@ class Bench:
         launches = hlo.loop_launches(compiled.as_text() or "")
         memory = compiled.memory_analysis()
         ceiling = self.record["read_ceiling_tb_s"]
+        speed = moved["total"] / seconds / 1e12 / self.options.devices  # of each device
         self.record.setdefault("detail", {})[name] = dict(
             ms=ms,
             range_ms=1e3 * spread,
             bytes=moved,
-            tb_s=moved["total"] / seconds / 1e12,
-            fraction_of_ceiling=moved["total"] / seconds / 1e12 / ceiling if ceiling else None,
+            tb_s=speed,
+            fraction_of_ceiling=speed / ceiling if ceiling else None,
             launches_per_round=dict(launches.most_common(), total=launches.total()),
+            collectives_per_round={kind: n for kind, n in launches.items() if kind in hlo.COLLECTIVES},
             temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
             acceptance=histogram(last[0]),
         )
@@ -292,7 +310,8 @@ class Bench:
 
     def fp8(self) -> None:
         """The drafter and a copy of the head for it in fp8; the target stays as it is."""
-        head = self.target.embed_VD[...].T if self.target.w_out_DV is None else self.target.w_out_DV[...]
+        target = arrays(self.target)
+        head = target.embed_VD[...].T if target.w_out_DV is None else target.w_out_DV[...]
         self.record["ready_round_fp8_draft_ms"] = self.timed("ready fp8 draft", draft_fp8(self.drafter, head))
 
     def readers(self) -> None:
@@ -396,6 +415,7 @@ class Bench:
         skipped = {"readers"} - {"readers" if self.options.reader_slope else ""}
         skipped |= {"ablations"} - {"ablations" if self.options.ablations else ""}
         skipped |= {"fp8"} - {"fp8" if self.options.fp8_draft else ""}
+        skipped |= {"readers", "ablations", "kernels"} if self.mesh is not None else set()
         skipped |= {"ready", "fp8", "readers", "ablations"} if self.config.reader is None else set()
         for name in STEPS:
             if name in (self.options.only or [s for s in STEPS if s not in skipped]):
@@ -411,17 +431,25 @@ def walks(block: int, rounds: int, batch: int) -> list[list[int]]:
 
 
 def consume(target, drafter, state, context, token_BT, num_B):
-    """One chunk of a prefill: state and context after it, and the logits behind its last token."""
+    """One chunk of a prefill: state and context after it, and the token behind its last one."""
+    if isinstance(target, Sharded):
+        arguments = dict(target=target, drafter=drafter, state=state, context=context, token_BT=token_BT, num_B=num_B)
+        return on_shards(consume, arguments, (state, context, num_B), batch=1)
     out, state = target.prefill(token_BT, state, num_B, taps=drafter.config.taps)
     last_B1D = jnp.take_along_axis(out.hidden_BTD, (num_B - 1)[:, None, None], axis=1)
-    return state, drafter.absorb(context, out.taps_BTED, num_B), target.unembed(last_B1D)
+    anchor_B = collectives.argmax(target.unembed(last_B1D)[:, 0])
+    return state, drafter.absorb(context, out.taps_BTED, num_B), anchor_B
 
 
 def verify_loop(target, state, token_BT, turns):
+    if isinstance(target, Sharded):
+        arguments = dict(target=target, state=state, token_BT=token_BT, turns=turns)
+        return on_shards(verify_loop, arguments, (state, token_BT), batch=1)
+
     def body(_, carry):
         state, token_BT = carry
         out, pending = target.verify(token_BT, state)
-        token_BT = jnp.argmax(target.unembed(out.hidden_BTD), axis=-1).astype(jnp.int32)
+        token_BT = collectives.argmax(target.unembed(out.hidden_BTD))
         return replace(state, key=pending.key, value=pending.value), token_BT
 
     return jax.lax.fori_loop(0, turns, body, (state, token_BT))
@@ -501,6 +529,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--reader", nargs="+", default=[], metavar="PART", help=(reader_config.__doc__ or ""))
     parser.add_argument("--context", type=int, default=2048, help="tokens in memory before the first round")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--devices", type=int, default=1, help="of this host, tensor parallel")
     parser.add_argument("--fp8-draft", action="store_true", help="also time the drafter in fp8")
     parser.add_argument("--reader-slope", action="store_true", help="also time rounds with 1, 5 and 9 readers")
     parser.add_argument("--ablations", action="store_true", help="also rounds under the readers the paper compares")

@@ -19,10 +19,15 @@ from ready_jax.drafter import Drafter
 from ready_jax.layers import Scaled
 from ready_jax.target import Target
 from ready_jax.tensor_files import CONFIG, GENERATION, INDEX, SINGLE
+from ready_jax.tensor_parallel import Sharded
 
 
 def save_pretrained(
-    model: Target | Drafter, folder: str | Path, *, tokenizer: Any = None, max_shard_bytes: int = 5_000_000_000
+    model: Target | Drafter | Sharded,
+    folder: str | Path,
+    *,
+    tokenizer: Any = None,
+    max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write ``config.json`` and safetensors in Hugging Face names; a target opens in the reference library.
 
@@ -31,6 +36,8 @@ def save_pretrained(
     (anything with ``save_pretrained``) is saved beside them. Earlier weights in the folder are removed. Raises
     ValueError for a drafter with fp8 matrices or LoRA updates that are not merged.
     """
+    if isinstance(model, Sharded):
+        model = model.whole()
     if any(isinstance(leaf, Scaled) for leaf in jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, Scaled))):
         raise ValueError(
             "found fp8 matrices (quantize.draft_fp8); a checkpoint needs the model that they were made from"

@@ -48,6 +48,12 @@ class Sharded:
     original: Any = field(metadata=dict(static=True))
     mesh: Mesh = field(metadata=dict(static=True))
 
+    def __getattr__(self, name: str):
+        raise AttributeError(
+            f"{name!r}: this model is spread over a mesh; tensor_parallel.on_shards runs functions of it, whole() "
+            "gives the module back, shards holds its arrays"
+        )
+
     @property
     def dtype(self):
         return self.shards.dtype
@@ -79,7 +85,7 @@ class Sharded:
         put = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec)), self.shards, self.specs)
         return replace(self, shards=put)
 
-    def whole(self) -> Module:
+    def whole(self) -> Any:
         """The module that was sharded, bit for bit, with its arrays in the host's memory."""
         shards = self.mesh.shape[self.mesh.axis_names[-1]]
 
@@ -330,7 +336,7 @@ def _spec(cut: Cut | None, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec() if cut is None else PartitionSpec(*[None] * cut.dim, mesh.axis_names[-1])
 
 
-def module_specs(module: Module, config: Config, mesh: Mesh, prefix: tuple[str, ...] = ()):
+def module_specs(module, config: Config, mesh: Mesh, prefix: tuple[str, ...] = ()):
     """Partition specs of a module (or of a part of it, at ``prefix``) whose whole has this configuration."""
     config, shards = _readable(config, module) if not prefix else config, mesh.shape[mesh.axis_names[-1]]
     return jax.tree_util.tree_map_with_path(

@@ -52,6 +52,7 @@ KEYS = (
     "gated_delta_prefill_16k_ms", "fla_prefill_16k_ms", "prefill_2048_ms", "state_gather_us", "reader_us",
     "state_gather_unfused_us", "reader_unfused_us", "reader_slope_us", "bit_identical_rounds", "rounds_compared",
     "peak_gib", "peak_gib_16k", "kernels_per_round", "compile_seconds", "propose_ms", "ablation_round_ms",
+    "collectives_per_round",
 )  # fmt: skip
 
 
@@ -303,6 +304,7 @@ class Bench:
             ready_round_ms=ms,
             round_minus_autoregressive_ms=None if plain is None else ms - plain,
             kernels_per_round=self.record["detail"]["ready"]["launches_per_round"]["total"],
+            collectives_per_round=self.record["detail"]["ready"]["collectives_per_round"],
             tokens_per_second={
                 f"acceptance {length}": self.options.batch * length / ms * 1e3 for length in lengths.values() if length
             },

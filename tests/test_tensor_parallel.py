@@ -12,8 +12,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ready_jax import collectives, hlo
 from ready_jax.baselines import Forced
+from ready_jax.checkpoint import load_target
 from ready_jax.config import FULL, LINEAR
+from ready_jax.export import save_pretrained
 from ready_jax.quantize import draft_fp8
+from ready_jax.random_weights import random_target
 from ready_jax.state import init_state
 from ready_jax.tensor_parallel import Sharded, on_shards, shard
 
@@ -124,6 +127,27 @@ def test_a_reader_that_shards_cannot_share_is_refused(changes, message):
         shard(drafter(model, reader=tiny.reader_config(model.config, state_layers=(0,), **changes)), mesh(2))
 
 
+def test_a_model_drawn_on_a_mesh_has_shards_of_its_own():
+    model = target(dtype="bfloat16")
+    found = random_target(model.config, mesh=mesh(2), dtype="bfloat16")
+    like = shard(model, mesh(2))
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(like), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim), path
+        first, second = (np.asarray(part.data) for part in a.addressable_shards)
+        constant = "norm" in str(path) or "conv" in str(path)
+        assert np.array_equal(first, second) == (a.sharding.spec == PartitionSpec()) or constant, path
+    assert jax.tree.structure(found) == jax.tree.structure(like)
+
+
+def test_a_spread_model_is_no_module_and_can_be_saved(tmp_path):
+    spread = shard(target(), mesh(2))
+    with pytest.raises(AttributeError, match=r"'verify': this model is spread over a mesh.*whole\(\)"):
+        spread.verify(jnp.zeros((1, 8), jnp.int32), None)
+    save_pretrained(spread, tmp_path)
+    assert same(load_target(tmp_path, dtype="float32"), target())
+
+
 # Talking
 
 
@@ -205,6 +229,20 @@ def test_every_drafter_proposes_what_it_does_on_one_device(kind, shards):
 # The whole loop
 
 
+def generate(target, drafter, limit):
+    return tiny.generate(target, drafter, PROMPTS, limit, keep_logits=True)
+
+
+def test_rows_of_a_batch_are_split_over_the_axis_before():
+    """Two rows on two pairs of devices, which finish after different numbers of rounds."""
+    model, limit = target(), tiny.limits([30, 9])
+    square = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
+    found, wanted = generate(shard(model, square), None, limit), generate(model, None, limit)
+    assert found.state.recurrent[0].sharding.spec[:2] == ("data", "model")
+    assert [tiny.tokens(found, b) for b in range(2)] == [tiny.tokens(wanted, b) for b in range(2)]
+    np.testing.assert_allclose(found.logits_BNV, wanted.logits_BNV, atol=1e-5)
+
+
 WALK = (7, 0, 3, 3, 0, 0, 7, 7, 1, 5, 2)
 
 
@@ -215,20 +253,21 @@ def test_speculation_is_bit_identical_on_a_mesh_and_equal_to_one_device(dtype, s
     inner = drafter(model, dtype)
     over, many = shard(model, mesh(shards)), shard(inner, mesh(shards))
     limit = tiny.limits([1 + sum(a + 1 for a in WALK), 17])
-    begin, decode = tiny.programs()
+    begin, decode = tiny.shared_programs()
     token_BT, num_B = tiny.padded(PROMPTS)
+    start = begin(
+        target=over, drafter=many, token_BT=token_BT, num_B=num_B, limits=limit, capacity=256, keep_logits=True
+    )
 
-    def run(target, drafter, limit=limit):
-        shared = dict(target=target, drafter=drafter, limits=limit)
-        start = begin(token_BT=token_BT, num_B=num_B, capacity=256, keep_logits=True, **shared)
-        return decode(run=start, max_rounds=jnp.int32(2**31 - 1), **shared)
+    def run(drafter, limit=limit, start=start):
+        return decode(target=over, drafter=drafter, run=start, limits=limit, max_rounds=jnp.int32(2**31 - 1))
 
-    plain = run(over, None)
+    plain = run(None, start=replace(start, context=None))
     texts = [tiny.tokens(plain, b) for b in range(2)]
     forced = Forced(many, tiny.script(PROMPTS, texts, [list(WALK), [7, 0, 3]], vocab=100))
-    found = run(over, forced)
+    found = run(forced)
     assert tiny.per_round(found, "accepted") == list(WALK)
-    none = run(over, forced, replace(limit, draft_B=0 * limit.draft_B))
+    none = run(forced, replace(limit, draft_B=0 * limit.draft_B))
     for other in (found, none):
         assert [tiny.tokens(other, b) for b in range(2)] == texts
         assert same(other.logits_BNV, plain.logits_BNV)
@@ -243,6 +282,6 @@ def test_speculation_is_bit_identical_on_a_mesh_and_equal_to_one_device(dtype, s
     assert count == ({"all-reduce": sums, "all-gather": gathers} if shards == 2 else {"all-gather": sums + gathers})
 
     if dtype == "float32":
-        wanted = run(model, None)
+        wanted = generate(model, None, limit)
         assert [tiny.tokens(wanted, b) for b in range(2)] == texts
         np.testing.assert_allclose(plain.logits_BNV, wanted.logits_BNV, atol=1e-5)

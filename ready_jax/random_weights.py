@@ -51,46 +51,46 @@ def random_drafter(config: DrafterConfig, seed: int = 1, *, dtype="bfloat16", me
     layer = _part(_draft_layer, replace(bare, num_layers=1), dtype, mesh, LAYER)
     model.layers = nnx.List([layer(key) for key in keys])
     if config.reader is not None:
-        reader = random_reader(config, seed, dtype=dtype)
-        model.reader = nnx.data(reader if mesh is None else tensor_parallel.shard(reader, mesh).shards)
+        model.reader = nnx.data(random_reader(config, seed, dtype=dtype, mesh=mesh))
     return _as(lambda c: Drafter(c, rngs=nnx.Rngs(0), dtype=dtype), model, config, mesh)
 
 
-def random_reader(config: DrafterConfig, seed: int = 1, *, dtype="bfloat16") -> StateReader:
-    """The state reader that a drafter of this configuration has."""
+def random_reader(config: DrafterConfig, seed: int = 1, *, dtype="bfloat16", mesh: Mesh | None = None) -> StateReader:
+    """The state reader that a drafter of this configuration has; with ``mesh`` the one inside of its shards."""
     if config.reader is None:
         raise ValueError("this drafter's configuration has no reader")
-    return _reader(jax.random.key(seed), config.reader, config.hidden_size, len(config.inject_layers), dtype)
+    make = partial(_reader, hidden=config.hidden_size, sites=len(config.inject_layers))
+    return _part(make, config.reader, dtype, mesh)(jax.random.key(seed))
 
 
 def _part(make: Callable, config, dtype, mesh: Mesh | None, owner: tuple[str, ...] = ()) -> Callable:
     """From a key to a part of a model; with ``mesh`` drawn shard by shard."""
     if mesh is None:
-        return lambda key: make(key, config, dtype)
-    return tensor_parallel.drawn(lambda key, config: make(key, config, dtype), config, mesh, owner)
+        return lambda key: make(key, config, dtype=dtype)
+    return tensor_parallel.drawn(lambda key, config: make(key, config, dtype=dtype), config, mesh, owner)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
+@partial(jax.jit, static_argnums=(1,), static_argnames=("dtype",))
 def _target(key, config, dtype):
     return Target(config, rngs=nnx.Rngs(key), dtype=dtype)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
+@partial(jax.jit, static_argnums=(1,), static_argnames=("dtype",))
 def _target_layer(key, config, dtype):
     return Target(config, rngs=nnx.Rngs(key), dtype=dtype).layers[0]  # what else it draws is never computed
 
 
-@partial(jax.jit, static_argnums=(1, 2))
+@partial(jax.jit, static_argnums=(1,), static_argnames=("dtype",))
 def _drafter(key, config, dtype):
     return Drafter(config, rngs=nnx.Rngs(key), dtype=dtype)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
+@partial(jax.jit, static_argnums=(1,), static_argnames=("dtype",))
 def _draft_layer(key, config, dtype):
     return Drafter(config, rngs=nnx.Rngs(key), dtype=dtype).layers[0]
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+@partial(jax.jit, static_argnums=(1,), static_argnames=("hidden", "sites", "dtype"))
 def _reader(key, config, hidden, sites, dtype):
     return StateReader(config, hidden, sites, rngs=nnx.Rngs(key), dtype=dtype)
 

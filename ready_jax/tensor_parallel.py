@@ -421,8 +421,9 @@ def drawn(make: Callable, config: Config, mesh: Mesh, owner: tuple[str, ...] = (
             # Configurations keep the vocabulary whole, so that is cut here.
             return same if cut is None else jax.lax.slice_in_dim(own, 0, cut.size, axis=cut.dim)
 
-        own_key = jax.random.fold_in(key, 1 + jax.lax.axis_index(axis))
-        return jax.tree_util.tree_map_with_path(pick, make(own_key, mine), make(key, mine))
+        own, same = make(jax.random.fold_in(key, 1 + jax.lax.axis_index(axis)), mine), make(key, config)
+        pairs = zip(jax.tree.leaves_with_path(own), jax.tree.leaves(same), strict=True)
+        return jax.tree.unflatten(jax.tree.structure(own), [pick(*item, leaf) for item, leaf in pairs])
 
     like = jax.eval_shape(lambda key: make(key, mine), jax.random.key(0))
     out_specs = module_specs(like, config, mesh, owner)

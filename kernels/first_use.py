@@ -117,6 +117,13 @@ def markov_step(reference, call) -> None:
     _compare(run, call, reference, (base, w1[:1], w2, w1), 1e-6)
 
 
+def scaled_product(reference, call) -> None:
+    """Seven rows, and a matrix of more columns than one program takes."""
+    x, w = _normal((7, 256), (320, 256))
+    scale = jnp.linspace(0.5, 2.0, 320)
+    _compare(lambda call, x, w: call(x, w, scale), call, reference, (x, w.astype(jnp.float8_e4m3fn)), 1e-4)
+
+
 def state_prepare(reference, call) -> None:
     """Two layers of four memories at rank 8."""
     s, u, v = _normal((1, 4, 128, 128), (8, 128, 8), (8, 128, 8), dtype=jnp.float32)

@@ -4,7 +4,7 @@
     embed = W1[token]                          what the next slot's latent is made from
 
 ``base_BPV`` holds the base logits of the whole block in fp32, ``latent_BR`` the slot's latent. The bias is added in
-fp32. ``w2_RV`` may be fp8 with a factor per column, ``scale_V``: ``base + scale (latent W2)``.
+fp32. ``w2`` [R, V] may be fp8, then it is [V, R], with a factor per token, ``scale_V``: ``base + scale (latent W2)``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def step(
     base_BPV: Float[Array, "B P V"],
     slot: int,
     latent_BR: Float[Array, "B R"],
-    w2_RV: Float[Array, "R V"],
+    w2: Float[Array, "_ _"],
     w1_VR: Float[Array, "rows R"],
     *,
     scale_V: Float[Array, "V"] | None = None,
@@ -46,4 +46,4 @@ def step(
     """
     facts = dict(batch=latent_BR.shape[0], rank=latent_BR.shape[1], dtype=latent_BR.dtype.name)
     call = choose("markov_step", IMPLEMENTATIONS, impl, **facts).call
-    return call(base_BPV, slot, latent_BR, w2_RV, w1_VR, scale_V, gather)
+    return call(base_BPV, slot, latent_BR, w2, w1_VR, scale_V, gather)

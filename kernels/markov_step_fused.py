@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ready_jax.kernels.pallas_triton import WHOLE, kernel_call, load, store
+from ready_jax.kernels.scaled_product_fused import half
 
 NOWHERE = 2**31 - 1  # the index of a lane that saw no logit
 ROWS = 16  # of the tensor cores' smallest product; a batch is padded to it
@@ -44,16 +45,21 @@ def _scan_body(*refs, slot, sizes, width, programs, backwards, scaled):
     row, lane = jnp.arange(ROWS)[:, None], jnp.arange(width)
     r = jnp.arange(rank)
     latent = load(latent_ref.at[row, r[None, :]], mask=jnp.broadcast_to(row < batch, (ROWS, rank)), other=0)
+    latent = half(latent) if scaled else latent
     trips = pl.cdiv(pl.cdiv(vocab, width), programs)
 
     def block(n, best):
         value, index = best
         column = (program + (trips - 1 - n if backwards else n) * programs) * width + lane
         inside = column < vocab
-        all_inside = jnp.broadcast_to(inside[None, :], (rank, width))
-        weight = load(w2_ref.at[r[:, None], column[None, :]], mask=all_inside, other=0.0)
+        if scaled:  # outputs first, see `scaled_product_fused.py`
+            every = jnp.broadcast_to(inside[:, None], (width, rank))
+            weight = load(w2_ref.at[column[:, None], r[None, :]], mask=every, other=0.0).astype(latent.dtype).T
+        else:
+            every = jnp.broadcast_to(inside[None, :], (rank, width))
+            weight = load(w2_ref.at[r[:, None], column[None, :]], mask=every, other=0.0)
         logit = jnp.dot(
-            latent, weight.astype(latent.dtype), precision=jax.lax.Precision.HIGHEST,
+            latent, weight, precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )  # fmt: skip
         if scale_ref is not None:
@@ -83,13 +89,13 @@ def _pick_body(value_ref, index_ref, w1_ref, token_ref, embed_ref, *, programs, 
 
 
 def step(
-    base_BPV, slot, latent_BR, w2_RV, w1_VR, scale_V=None, gather=None, *,
+    base_BPV, slot, latent_BR, w2, w1_VR, scale_V=None, gather=None, *,
     width: int = 64, programs: int = 264, warps: int = 4, stages: int = 3, interpret=False,
 ):  # fmt: skip
     """See ``markov_step.step``. ``width``: columns of a block; ``stages``: blocks in flight per program."""
-    (batch, rank), vocab = latent_BR.shape, w2_RV.shape[1]
+    (batch, rank), vocab = latent_BR.shape, base_BPV.shape[2]
     programs = min(programs, pl.cdiv(vocab, width))
-    operands = (base_BPV, latent_BR, w2_RV) + (() if scale_V is None else (scale_V,))
+    operands = (base_BPV, latent_BR, w2) + (() if scale_V is None else (scale_V,))
     scan = kernel_call(
         partial(
             _scan_body, slot=slot, sizes=(batch, rank, vocab), width=width, programs=programs,

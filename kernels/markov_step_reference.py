@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 
-def step(base_BPV, slot, latent_BR, w2_RV, w1_VR, scale_V, gather=None):
+def step(base_BPV, slot, latent_BR, w2, w1_VR, scale_V, gather=None):
+    w2_RV = w2 if scale_V is None else w2.T
     precision = jax.lax.Precision.HIGHEST if latent_BR.dtype == jnp.float32 else None
     bias_BV = jnp.matmul(
         latent_BR, w2_RV.astype(latent_BR.dtype), precision=precision, preferred_element_type=jnp.float32

@@ -69,11 +69,11 @@ class MarkovHead(nnx.Module):
     def greedy(self, base_BPV: Float[Array, "B P V"], slot: int, latent_BR: Float[Array, "B R"], impl=None):
         """The best token of a slot and its Markov embedding, without logits: see ``kernels/markov_step.py``."""
         w2 = self.w2_RV[...]
-        w2_RV, scale_V = (w2.weight, w2.scale) if isinstance(w2, Scaled) else (w2, None)
+        weight, scale_V = (w2.weight, w2.scale) if isinstance(w2, Scaled) else (w2, None)
         spread = collectives.axis.value is not None
-        gather = partial(collectives.winners, columns=w2_RV.shape[1]) if spread else None
+        gather = partial(collectives.winners, columns=base_BPV.shape[2]) if spread else None
         return markov_step.step(
-            base_BPV, slot, latent_BR, w2_RV, self.w1_VR[...], scale_V=scale_V, gather=gather, impl=impl
+            base_BPV, slot, latent_BR, weight, self.w1_VR[...], scale_V=scale_V, gather=gather, impl=impl
         )
 
     def bias(self, latent):

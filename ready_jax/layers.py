@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from ready_jax import collectives
 from ready_jax.config import RopeConfig
+from ready_jax.kernels import scaled_product
 from ready_jax.pytree import register
 
 
@@ -26,7 +27,7 @@ def precision_for(dtype):
 @register
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix stored in fewer bits (see ``quantize.py``): ``weight * scale``, one fp32 scale per output column."""
+    """A matrix in fp8 (see ``quantize.py``): ``weight`` [out, in] and one fp32 ``scale`` per output, [out]."""
 
     weight: jax.Array
     scale: jax.Array
@@ -64,9 +65,10 @@ class LowRank:
 
 def product(x, w):
     """``x @ w`` in fp32; ``w`` is cast to the activation type on the way, so that only what is stored is read."""
-    weight = w.weight if isinstance(w, Scaled) else w
-    y = jnp.matmul(x, weight.astype(x.dtype), precision=precision_for(x.dtype), preferred_element_type=jnp.float32)
-    return y * _last_axis(w.scale, y.ndim) if isinstance(w, Scaled) else y
+    if isinstance(w, Scaled):
+        y_TN = scaled_product.product(x.reshape(-1, x.shape[-1]), w.weight, w.scale)
+        return y_TN.reshape(x.shape[:-1] + y_TN.shape[1:])
+    return jnp.matmul(x, w.astype(x.dtype), precision=precision_for(x.dtype), preferred_element_type=jnp.float32)
 
 
 def linear(x, w, bias=None):

@@ -1,6 +1,6 @@
 """Draft-only weights in fp8: half the bytes of a draft pass, and the text stays the target's own.
 
-A matrix is stored as e4m3 (largest value 448) with one fp32 scale per output column, ``w = weight * scale``;
+A matrix is stored as e4m3 (largest value 448), outputs first, with one fp32 scale per output;
 activations stay as they are, products accumulate in fp32. Only acceptance can move: verification is never quantised.
 """
 
@@ -23,11 +23,11 @@ LARGEST = float(jnp.finfo(FP8).max)
 
 @jax.jit
 def fp8(w_IO: jax.Array) -> Scaled:
-    """Each column scaled so that its largest entry becomes 448; a column of zeros stays one."""
+    """Each output's column scaled so that its largest entry becomes 448; a column of zeros stays one."""
     w_IO = w_IO.astype(jnp.float32)
     top = jnp.max(jnp.abs(w_IO), axis=0)
     scale = jnp.where(top > 0, top / LARGEST, 1.0)
-    return Scaled((w_IO / scale[None]).astype(FP8), scale)
+    return Scaled((w_IO / scale[None]).astype(FP8).T, scale)
 
 
 def draft_fp8[D: (Drafter, Sharded)](drafter: D, head: jax.Array | None = None) -> D:

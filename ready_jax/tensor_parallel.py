@@ -169,9 +169,11 @@ def _names(path) -> tuple[str, ...]:
 def cut_of(names: Sequence[str], config: Config, shards: int) -> Cut | None:
     """How the parameter at a path of the module of ``config`` is cut; None: every shard has all of it."""
     *owner, name = names
-    if name in ("weight", "scale"):  # of a matrix in fp8: one factor per output column
+    if name in ("weight", "scale"):  # of a matrix in fp8, outputs first
         cut = cut_of(owner, config, shards)
-        return cut if name == "weight" or cut is None else replace(cut, dim=0) if cut.dim else None
+        if cut is None or (name == "scale" and cut.dim == 0):
+            return None
+        return replace(cut, dim=1 - cut.dim)
     return _cuts(owner, config, shards).get(name)
 
 

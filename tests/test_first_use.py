@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ready_jax.kernels import attention, attention_inputs, dispatch, gated_delta, markov_step, state_read
+from ready_jax.kernels import (
+    attention,
+    attention_inputs,
+    dispatch,
+    gated_delta,
+    markov_step,
+    scaled_product,
+    state_read,
+)
 
 KERNELS = {
     "gated_delta.rows": gated_delta.ROWS,
@@ -16,6 +24,7 @@ KERNELS = {
     "attend_ranges": attention.RANGES,
     "attention_inputs": attention_inputs.IMPLEMENTATIONS,
     "markov_step": markov_step.IMPLEMENTATIONS,
+    "scaled_product": scaled_product.IMPLEMENTATIONS,
     "state_read.prepare": state_read.PREPARE,
     "state_read.read": state_read.READ,
 }

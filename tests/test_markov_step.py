@@ -81,7 +81,7 @@ def test_fp8_weights_with_a_factor_per_column(impl):
     base, latent, w2, w1 = problem()
     scale = jnp.asarray(np.random.default_rng(1).uniform(0.1, 3, VOCAB), jnp.float32)
     w2 = w2.astype(jnp.float8_e4m3fn)
-    token, _ = run(impl, 1, base, latent, w2, w1, scale)
+    token, _ = run(impl, 1, base, latent, w2.T, w1, scale)
     wanted = logits(1, base, latent, w2, scale).argmax(-1)
     np.testing.assert_array_equal(token, wanted)
     assert (wanted != logits(1, base, latent, w2).argmax(-1)).any()

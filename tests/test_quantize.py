@@ -10,6 +10,7 @@ import tiny
 from compiling import quick
 
 from ready_jax.export import save_pretrained
+from ready_jax.kernels import scaled_product, scaled_product_fused
 from ready_jax.layers import Scaled, linear, product
 from ready_jax.quantize import draft_fp8, fp8
 
@@ -23,7 +24,7 @@ def test_a_stored_matrix_is_the_nearest_of_its_columns_scale():
     w = w.at[:, 5].set(0.0)
     stored = fp8(w)
     assert (stored.weight.dtype, stored.scale.dtype) == (jnp.float8_e4m3fn, jnp.float32)
-    back = np.asarray(stored.weight, np.float64) * np.asarray(stored.scale)
+    back = np.asarray(stored.weight, np.float64).T * np.asarray(stored.scale)
     top = np.abs(w).max(axis=0)
     np.testing.assert_allclose(np.abs(back).max(axis=0), top, rtol=1e-6)
     # 3 bits of mantissa: within 2^-4 of the entry, or within half the smallest step 2^-9 near zero
@@ -36,7 +37,7 @@ def test_a_stored_matrix_is_the_nearest_of_its_columns_scale():
 def test_products_with_a_stored_matrix(dtype):
     """Activations are not quantised; the scale meets the fp32 sum, so even tiny scales lose nothing."""
     x, stored = drawn(2, 3, 40, dtype=dtype), fp8(drawn(40, 6, seed=1) * 1e-6)
-    weight = np.asarray(stored.weight, np.float64) * np.asarray(stored.scale, np.float64)
+    weight = np.asarray(stored.weight, np.float64).T * np.asarray(stored.scale, np.float64)
     wanted = np.asarray(x, np.float64) @ weight
     found = quick(product)(x, stored)
     assert found.dtype == jnp.float32
@@ -44,6 +45,28 @@ def test_products_with_a_stored_matrix(dtype):
     rounded = quick(linear)(x, stored)
     assert rounded.dtype == x.dtype
     np.testing.assert_array_equal(rounded, found.astype(dtype))
+
+
+@pytest.mark.parametrize(("rows", "terms", "columns", "parts"), [(1, 64, 64, 1), (7, 512, 192, 8), (16, 192, 64, 1)])
+def test_the_kernel_multiplies_as_float64_does(rows, terms, columns, parts):
+    x, w = drawn(rows, terms, dtype="bfloat16"), drawn(columns, terms, seed=1).astype(jnp.float8_e4m3fn)
+    scale = jnp.linspace(0.5, 2, columns)
+    wanted = (np.asarray(x, np.float64) @ np.asarray(w, np.float64).T) * np.asarray(scale, np.float64)
+    shape = jax.eval_shape(lambda *arrays: scaled_product_fused.product(*arrays, interpret=True), x, w, scale)
+    assert (shape.shape, shape.dtype) == (wanted.shape, jnp.float32)
+    found = scaled_product.product(x, w, scale, impl="interpret")
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    cut = scaled_product_fused.product(x, w, scale, parts=parts, interpret=True)
+    np.testing.assert_allclose(cut, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_rows_beyond_the_range_of_fp16_are_clamped_and_misfits_refused():
+    x, w = jnp.full((1, 64), 1e9, jnp.bfloat16), jnp.eye(64).astype(jnp.float8_e4m3fn)
+    found = scaled_product.product(x, w, jnp.ones((64,)), impl="interpret")
+    assert found.tolist() == [[65504.0] * 64]
+    assert "17 rows" in str(scaled_product_fused.why_not(rows=17))
+    assert "96" in str(scaled_product_fused.why_not(terms=96))
+    assert "float32" in str(scaled_product_fused.why_not(dtype="float32"))
 
 
 def stored_bytes(model) -> int:

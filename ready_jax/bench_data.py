@@ -1,6 +1,7 @@
 """The benchmark prompt sets: the permissive ones ship beside nano, the others are read from a folder."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ BENCHMARKS = {
     "alpaca": "alpaca.jsonl",
     "self_instruct": "self_instruct_user.jsonl",
 }
+#: The sets that published means are over.
+SEVEN = ("gsm8k", "math500", "mbpp", "humaneval", "livecodebench", "mt_bench", "alpaca")
 NOT_SHIPPED = {
     "alpaca": "its licence (CC-BY-NC-4.0) does not allow every use",
     "livecodebench": "its problem statements belong to contest sites",
@@ -43,12 +46,19 @@ def bench_file(name: str, data_dir: str | Path | None = None) -> Path:
 
 
 def bench_prompts(name: str, data_dir: str | Path | None = None, limit: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a set, in DeepSpec's evaluation order: lowest `deepspec_rank` first, unranked rows last.
+    """The rows of a set, in DeepSpec's evaluation order: lowest `deepspec_rank` first, unranked rows last by `id`.
+
+    The order of the file's lines does not matter.
 
     Each row has `id` and `prompt` (the first turn), beside the fields its grading needs (answer, tests, ...).
     """
     with bench_file(name, data_dir).open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     ranked = [{**row, "prompt": row["turns"][0], "deepspec_rank": row.get("deepspec_rank")} for row in rows]
-    ranked.sort(key=lambda row: (row["deepspec_rank"] is None, row["deepspec_rank"] or 0))
+    ranked.sort(key=lambda row: (row["deepspec_rank"] is None, row["deepspec_rank"] or 0, _natural(row["id"])))
     return ranked[:limit]
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts x-2 before x-10."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]

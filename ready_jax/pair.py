@@ -152,6 +152,7 @@ class Pair:
         temperature: float = 0.0,
         confidence_threshold: float = 0.0,
         keep_logits: bool = False,
+        pad_prompts_to: int | None = None,
     ) -> Any:
         """Greedy text after one prompt (-> Generation) or a list of prompts (-> list), decoded as one batch.
 
@@ -159,7 +160,8 @@ class Pair:
         drafter, "autoregressive" does not; the tokens are the same. ``stop``: the text ends before the first of
         these strings, the token ids with the token that completes it. ``stop_token_ids`` None: the target's own.
         ``on_text`` is called once for the prefill and once per round and prompt, in commit order.
-        ``progress``: True for a bar, or a function of (tokens so far, tokens asked for).
+        ``progress``: True for a bar, or a function of (tokens so far, tokens asked for). ``pad_prompts_to``: tokens
+        that prompts are padded to (None: the power of two that holds the longest), so that batches share programs.
         """
         if temperature > 0:
             raise NotImplementedError(f"temperature={temperature}: only greedy decoding (0) exists so far")
@@ -172,10 +174,25 @@ class Pair:
         watch = Watch(len(ids), max_new_tokens, chat=text, stop=stop, on_text=on_text, progress=progress)
         with sharding.isolated():
             run, timing, done = self._run(
-                ids, self._method(method), max_new_tokens, stop_token_ids, confidence_threshold, keep_logits, watch
-            )
+                ids, self._method(method), max_new_tokens, stop_token_ids, confidence_threshold, keep_logits, watch,
+                pad_prompts_to,
+            )  # fmt: skip
             results = self._results(run, timing, done, watch)
         return results[0] if single else results
+
+    def warm_up(
+        self, batch: int, prompt_tokens: int, *, method: str | None = None, max_new_tokens: int = 256, rounds: int = 2
+    ) -> Timing:
+        """Compile what ``generate`` needs for ``batch`` prompts padded to ``prompt_tokens``, and run some rounds.
+
+        A later call with ``pad_prompts_to=prompt_tokens`` and the same ``max_new_tokens`` compiles nothing.
+        """
+        watch = Watch(batch, max_new_tokens, chat=None, stop=(), on_text=None, progress=None)
+        with sharding.isolated():
+            ids = [[0]] * batch
+            return self._run(
+                ids, self._method(method), max_new_tokens, (), 0.0, False, watch, prompt_tokens, rounds=rounds
+            )[1]
 
     def _encode(self, prompt, enable_thinking) -> list[int]:
         if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], dict)):
@@ -200,8 +217,8 @@ class Pair:
             return method
         raise ValueError(f"method={method!r}: this pair can do {AUTOREGRESSIVE!r} and {self.method!r} (None)")
 
-    def _limits(self, ids, drafter, max_new_tokens, stop_token_ids, threshold) -> tuple[Limits, int]:
-        """The runtime limits, and how many tokens the memory must hold."""
+    def _limits(self, ids, width, drafter, max_new_tokens, stop_token_ids, threshold) -> tuple[Limits, int]:
+        """The runtime limits, and how many tokens the memory must hold for prompts padded to ``width``."""
         config = self.target.config
         longest = max(len(prompt) for prompt in ids)
         needed = longest + max_new_tokens
@@ -210,15 +227,15 @@ class Pair:
                 f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} need {needed} positions, the "
                 f"target was made for max_position_embeddings={config.max_position_embeddings}"
             )
-        bucket = -(-(_prompt_bucket(longest) + max_new_tokens) // CAPACITY_BUCKET) * CAPACITY_BUCKET
+        bucket = -(-(width + max_new_tokens) // CAPACITY_BUCKET) * CAPACITY_BUCKET
         capacity = min(bucket, config.max_position_embeddings)
         stops = list(config.eos_token_ids if stop_token_ids is None else stop_token_ids)
-        width = max(STOP_BUCKET, -(-len(stops) // STOP_BUCKET) * STOP_BUCKET)
+        entries = max(STOP_BUCKET, -(-len(stops) // STOP_BUCKET) * STOP_BUCKET)
         draft_limit = getattr(drafter.config, "max_position_embeddings", config.max_position_embeddings)
         none = isinstance(drafter, Autoregressive)
         return Limits(
             budget_B=jnp.full((len(ids),), max_new_tokens, jnp.int32),
-            stop_L=jnp.array(stops + [-1] * (width - len(stops)), jnp.int32),
+            stop_L=jnp.array(stops + [-1] * (entries - len(stops)), jnp.int32),
             draft_B=jnp.full((len(ids),), 0 if none else drafter.config.block_size, jnp.int32),
             threshold=jnp.float32(threshold),
             draft_limit=jnp.int32(draft_limit),
@@ -229,10 +246,17 @@ class Pair:
             return self.drafter
         return Autoregressive(DrafterShape(self.drafter.config.block_size)) if self.drafter else Autoregressive()
 
-    def _run(self, ids, method, max_new_tokens, stop_token_ids, threshold, keep_logits, watch) -> tuple:
+    def _run(
+        self, ids, method, max_new_tokens, stop_token_ids, threshold, keep_logits, watch, width=None,
+        rounds: int = 2**31 - 1,
+    ) -> tuple:  # fmt: skip
         drafter = self._drafter(method)
-        limits, capacity = self._limits(ids, drafter, max_new_tokens, stop_token_ids, threshold)
-        token_BT = np.zeros((len(ids), _prompt_bucket(max(map(len, ids)))), np.int32)
+        longest = max(map(len, ids))
+        width = prompt_bucket(longest) if width is None else width
+        if longest > width:
+            raise ValueError(f"pad_prompts_to={width} is too short for a prompt of {longest} tokens")
+        limits, capacity = self._limits(ids, width, drafter, max_new_tokens, stop_token_ids, threshold)
+        token_BT = np.zeros((len(ids), width), np.int32)
         for row, prompt in zip(token_BT, ids, strict=True):
             row[: len(prompt)] = prompt
         num_B = np.array([len(prompt) for prompt in ids], np.int32)
@@ -256,7 +280,7 @@ class Pair:
 
             run = watch.follow(run, limits, one_round)
         else:
-            run = self._decode(run=run, max_rounds=jnp.int32(2**31 - 1), **arguments)
+            run = self._decode(run=run, max_rounds=jnp.int32(rounds), **arguments)
         jax.block_until_ready(run)
         after = self._cost()
         timing = Timing(
@@ -303,7 +327,8 @@ class Pair:
         return self.chat.decode(token_ids)
 
 
-def _prompt_bucket(tokens: int) -> int:
+def prompt_bucket(tokens: int) -> int:
+    """The width that a prompt of so many tokens is padded to."""
     return max(PROMPT_BUCKET, 1 << (tokens - 1).bit_length())
 
 

@@ -345,6 +345,16 @@ def test_another_drafter_of_the_same_shape_uses_the_compiled_programs(pair):
     assert pair.with_drafter(None).method == AUTOREGRESSIVE
 
 
+def test_after_a_warm_up_nothing_is_compiled(pair):
+    found = pair.warm_up(2, 64, max_new_tokens=9)
+    assert (found.num_compiles, found.num_prompts) == (2, 2)
+    result = pair.generate([PROMPT, tiny.prompt(40)], max_new_tokens=9, stop_token_ids=(), pad_prompts_to=64)
+    assert result[0].timing.num_compiles == 0
+    assert result[0].token_ids == pair.generate(PROMPT, max_new_tokens=9, stop_token_ids=()).token_ids
+    with pytest.raises(ValueError, match="pad_prompts_to=8 is too short for a prompt of 11 tokens"):
+        pair.generate(PROMPT, pad_prompts_to=8)
+
+
 def test_the_public_decode_is_the_function_and_not_the_file_of_that_name():
     import ready_jax.decode
 

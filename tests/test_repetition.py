@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ready_jax.train.repetition import loop_share, repeated, repeated_share
+from ready_jax.repetition import loop_share, repeated, repeated_share
 
 
 def slow(tokens, n):

@@ -23,16 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ready_jax import checkpoint, provenance
+from ready_jax import checkpoint, intervals, provenance
 from ready_jax.baselines import Bigram, PromptLookup
+from ready_jax.bench_data import SEVEN
 from ready_jax.decode import Limits, begin, decode
 from ready_jax.programs import EXACT
+from ready_jax.repetition import LOOP_SHARE, repeated_share
 from ready_jax.state import init_state
 from ready_jax.train import gates
 from ready_jax.train.corpus import read_corpus
-from ready_jax.train.repetition import LOOP_SHARE, repeated_share
 
-SEVEN = ("gsm8k", "math500", "mbpp", "humaneval", "livecodebench", "mt_bench", "alpaca")
 COUNTERS = ("token_BN", "num_emitted_B", "num_rounds_B", "finish_B", "accepted_BN", "emitted_BN")
 
 
@@ -82,14 +82,10 @@ def decode_prompts(target, drafter, prompts: list[NDArray], shape: Shape, propos
 
 def pooled(emitted_B, rounds_B, *, resamples: int = 1000, seed: int = 0) -> dict:
     """Tokens per round over all rounds, with a 95 % bootstrap interval over prompts."""
-    emitted_B, rounds_B = np.asarray(emitted_B, np.int64), np.asarray(rounds_B, np.int64)
-    if rounds_B.sum() == 0:
-        return {"acceptance_length": None, "ci95": None, "prompts": len(rounds_B), "rounds": 0}
-    pick = np.random.default_rng(seed).integers(0, len(rounds_B), (resamples, len(rounds_B)))
-    drawn = emitted_B[pick].sum(axis=1) / np.maximum(rounds_B[pick].sum(axis=1), 1)
+    rounds_B = np.asarray(rounds_B, np.int64)
     return {
-        "acceptance_length": float(emitted_B.sum() / rounds_B.sum()),
-        "ci95": [float(x) for x in np.percentile(drawn, [2.5, 97.5])],
+        "acceptance_length": intervals.ratio(emitted_B, rounds_B),
+        "ci95": intervals.interval(intervals.ratio_draws(emitted_B, rounds_B, resamples=resamples, seed=seed)),
         "prompts": len(rounds_B),
         "rounds": int(rounds_B.sum()),
     }

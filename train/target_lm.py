@@ -27,11 +27,11 @@ import numpy as np
 from ready_jax import provenance
 from ready_jax.configs.named import recipe
 from ready_jax.configs.nano import Optimizer, Steps, TargetRecipe, UnloopRecipe
+from ready_jax.repetition import loop_share, repeated, repeated_share
 from ready_jax.train import lm_step
 from ready_jax.train.corpus import Corpus, pack, read_corpus
 from ready_jax.train.greedy import continuations
 from ready_jax.train.lm_step import Batch, Flat
-from ready_jax.train.repetition import loop_share, repeated, repeated_share
 from ready_jax.train.rows import Rows, first_prompts, mixture, pretraining_rows
 from ready_jax.train.store import Store, load_parts, save_parts
 

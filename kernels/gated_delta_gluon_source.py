@@ -214,36 +214,36 @@ def commit(
             p_l = p[i]
             s_l = s[i]
             tail_l = tail[i]
-    if n > 0:
-        if part < M * (Y // BLOCK):
-            m = part // (Y // BLOCK)
-            x = gl.arange(0, X, layout=BY_KEY)
-            y = (part % (Y // BLOCK)) * BLOCK + gl.arange(0, BLOCK, layout=BY_COLUMN)
-            here = s_l + (b * M + m) * X * Y + x[:, None] * Y + y[None, :]
-            state = gl.load(here)
-            t = gl.arange(0, T, layout=gl.SliceLayout(1, R))[:, None]
-            column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, R))[None, :]
-            key_row = gl.arange(0, X, layout=gl.SliceLayout(0, R))[None, :]
-            k_s = _shared_rows(gl.load(k_l + ((b * T + t) * K + m // (M // K)) * X + key_row))
-            u_s = _shared_rows(gl.load(u_l + ((b * T + t) * M + m) * Y + (part % (Y // BLOCK)) * BLOCK + column))
-            decay_s = _shared_rows(gl.load(decay_l + (b * T + t) * M + m + 0 * column))
-            gl.thread_barrier()
-            for row in range(n):
-                key, write = gl.broadcast(k_s.index(row).load(BY_KEY)[:, None], u_s.index(row).load(BY_COLUMN)[None, :])
-                state = gl.fma(key, write, state * decay_s.index(row).load(BY_COLUMN)[None, :])
+    if part < M * (Y // BLOCK):
+        m = part // (Y // BLOCK)
+        x = gl.arange(0, X, layout=BY_KEY)
+        y = (part % (Y // BLOCK)) * BLOCK + gl.arange(0, BLOCK, layout=BY_COLUMN)
+        here = s_l + (b * M + m) * X * Y + x[:, None] * Y + y[None, :]
+        state = gl.load(here)  # before n is known: one wait for memory, not two
+        t = gl.arange(0, T, layout=gl.SliceLayout(1, R))[:, None]
+        column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, R))[None, :]
+        key_row = gl.arange(0, X, layout=gl.SliceLayout(0, R))[None, :]
+        k_s = _shared_rows(gl.load(k_l + ((b * T + t) * K + m // (M // K)) * X + key_row))
+        u_s = _shared_rows(gl.load(u_l + ((b * T + t) * M + m) * Y + (part % (Y // BLOCK)) * BLOCK + column))
+        decay_s = _shared_rows(gl.load(decay_l + (b * T + t) * M + m + 0 * column))
+        gl.thread_barrier()
+        for row in range(n):
+            key, write = gl.broadcast(k_s.index(row).load(BY_KEY)[:, None], u_s.index(row).load(BY_COLUMN)[None, :])
+            state = gl.fma(key, write, state * decay_s.index(row).load(BY_COLUMN)[None, :])
+        if n > 0:
             gl.store(here, state)
-        else:
-            # The convolution's last three inputs: rows n .. n + 2 of [tail ; rows], all read before any is written.
-            L: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
-            c = (part - M * (Y // BLOCK)) * 1024 + gl.arange(0, 1024, layout=L)
-            inside = c < C
-            old_l = tail_l + b * 3 * C + c
-            new_l = p_l + b * T * ROW + c
-            first = gl.where(n < 3, gl.load(old_l + n * C, mask=inside & (n < 3), other=0.0),
-                             gl.load(new_l + (n - 3) * ROW, mask=inside & (n >= 3), other=0.0))  # fmt: skip
-            second = gl.where(n < 2, gl.load(old_l + (n + 1) * C, mask=inside & (n < 2), other=0.0),
-                              gl.load(new_l + (n - 2) * ROW, mask=inside & (n >= 2), other=0.0))  # fmt: skip
-            third = gl.load(new_l + (n - 1) * ROW, mask=inside)
-            gl.store(old_l, first, mask=inside)
-            gl.store(old_l + C, second, mask=inside)
-            gl.store(old_l + 2 * C, third, mask=inside)
+    elif n > 0:
+        # The convolution's last three inputs: rows n .. n + 2 of [tail ; rows], all read before any is written.
+        L: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+        c = (part - M * (Y // BLOCK)) * 1024 + gl.arange(0, 1024, layout=L)
+        inside = c < C
+        old_l = tail_l + b * 3 * C + c
+        new_l = p_l + b * T * ROW + c
+        first = gl.where(n < 3, gl.load(old_l + n * C, mask=inside & (n < 3), other=0.0),
+                         gl.load(new_l + (n - 3) * ROW, mask=inside & (n >= 3), other=0.0))  # fmt: skip
+        second = gl.where(n < 2, gl.load(old_l + (n + 1) * C, mask=inside & (n < 2), other=0.0),
+                          gl.load(new_l + (n - 2) * ROW, mask=inside & (n >= 2), other=0.0))  # fmt: skip
+        third = gl.load(new_l + (n - 1) * ROW, mask=inside)
+        gl.store(old_l, first, mask=inside)
+        gl.store(old_l + C, second, mask=inside)
+        gl.store(old_l + 2 * C, third, mask=inside)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from ready_jax.kernels import first_use
 from ready_jax.kernels import state_read_fused as fused
+from ready_jax.kernels import state_read_gluon as gluon
 from ready_jax.kernels import state_read_reference as reference
 from ready_jax.kernels.dispatch import Implementation, always, choose
 from ready_jax.kernels.pallas_triton import gpu_only
@@ -28,6 +29,7 @@ from ready_jax.kernels.pallas_triton import gpu_only
 CHECK_PREPARE = partial(first_use.state_prepare, reference.prepare)
 CHECK_READ = partial(first_use.state_read, reference.read)
 PREPARE = (
+    Implementation("gluon", gluon.prepare, gluon.why_not, CHECK_PREPARE),
     Implementation(
         "fused", fused.prepare, lambda **facts: gpu_only(**facts) or fused.why_not_prepare(**facts), CHECK_PREPARE
     ),
@@ -58,7 +60,11 @@ def prepare(
     impl: str | None = None,
 ) -> tuple[Float[Array, "B Z J J"], Float[Array, "B _"] | None]:
     """``A`` of every pair and the scale features (None for "none"), fp32. ``heads`` None: all of them."""
-    facts = dict(rms_axes=rms_axes, feature=feature, elements=states[0].shape[2] * states[0].shape[3])
+    shape = states[0].shape[2:]
+    facts = dict(
+        rms_axes=rms_axes, feature=feature, elements=shape[0] * shape[1], shape=shape, rank=u_ZXJ.shape[2],
+        picked=heads is not None,
+    )  # fmt: skip
     call = choose("state_read.prepare", PREPARE, impl, **facts).call
     return call(states, u_ZXJ, v_ZYJ, width=width, eps=eps, heads=heads, rms_axes=rms_axes, feature=feature)
 

@@ -33,7 +33,7 @@ def why_not_read(*, norm_axes="rank", pairs=0, scales=0, **_: object) -> str | N
     return None if scales in (0, pairs) else f"{scales} scale features for {pairs} pairs; needs none or one per pair"
 
 
-def _differentiable(fast, slow):
+def differentiable(fast, slow):
     """``fast`` with the gradient of ``slow``."""
     call = jax.custom_vjp(fast)
     call.defvjp(lambda *args: (fast(*args), args), lambda args, out: jax.vjp(slow, *args)[1](out))
@@ -105,7 +105,7 @@ def prepare(
         return out[0], out[1] if feature != "none" else None
 
     slow = partial(reference.prepare, width=width, eps=eps, heads=heads, rms_axes="head", feature=feature)
-    return _differentiable(fast, slow)(tuple(states), u_ZXJ, v_ZYJ)
+    return differentiable(fast, slow)(tuple(states), u_ZXJ, v_ZYJ)
 
 
 def _read_body(*refs, sizes, eps, norm):
@@ -143,4 +143,4 @@ def read(latent_BPI, gain_ZJ, a_BZJJ, scale_BZ, *, eps, norm_axes, warps: int | 
         return call(latent_BPI, gain_ZJ, a_BZJJ, *(() if scale_BZ is None else (scale_BZ,)))[0]
 
     slow = partial(reference.read, eps=eps, norm_axes=norm_axes)
-    return _differentiable(fast, slow)(latent_BPI, gain_ZJ, a_BZJJ, scale_BZ)
+    return differentiable(fast, slow)(latent_BPI, gain_ZJ, a_BZJJ, scale_BZ)

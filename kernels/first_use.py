@@ -16,13 +16,14 @@ import jax.numpy as jnp
 
 from ready_jax.kernels.dispatch import WrongValue
 
+OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}  # bf16 is rounded where the code says so
+
 
 def _compare(run: Callable, call, reference, arguments: tuple, bound: float) -> None:
     """Raises WrongValue where an output of ``run(call, *arguments)`` is further than ``bound`` from the
     reference's, relative to its largest value."""
-    options = {"xla_allow_excess_precision": False}  # bf16 is rounded where the code says so
     found, wanted = (
-        jax.tree.leaves(jax.jit(partial(run, x), compiler_options=options)(*arguments)) for x in (call, reference)
+        jax.tree.leaves(jax.jit(partial(run, x), compiler_options=OPTIONS)(*arguments)) for x in (call, reference)
     )
     for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -52,14 +53,14 @@ def gated_delta_rows(reference, module) -> None:
 
 
 def gated_delta_prefill(reference, call) -> None:
-    """150 tokens in three sequences, the last tokens dead, four memories of two key heads, and states within."""
-    q, k, v = _normal((2, 150, 2, 128), (2, 150, 2, 128), (2, 150, 4, 128))
-    s, gate, beta = _normal((2, 4, 128, 128), (2, 150, 4), (2, 150, 4), scale=0.3, dtype=jnp.float32)
-    token = jnp.arange(150)[None]
+    """100 tokens in three sequences, the last ones dead, four memories of two key heads, and states within."""
+    q, k, v = _normal((1, 100, 2, 128), (1, 100, 2, 128), (1, 100, 4, 128))
+    s, gate, beta = _normal((1, 4, 128, 128), (1, 100, 4), (1, 100, 4), scale=0.3, dtype=jnp.float32)
+    token = jnp.arange(100)[None]
     options = dict(
-        live_BT=token < jnp.array([[150], [101]]),
-        segment_BT=(token > jnp.array([[70], [1000]])).astype(jnp.int32) + (token > 90),
-        states_at_BA=jnp.array([[64, 80, 150], [0, 70, 100]]),
+        live_BT=token < 91,
+        segment_BT=(token > 50).astype(jnp.int32) + (token > 70),
+        states_at_BA=jnp.array([[30, 64, 91]]),
     )
 
     def run(call, s, q, k):
@@ -122,6 +123,16 @@ def scaled_product(reference, call) -> None:
     x, w = _normal((7, 256), (320, 256))
     scale = jnp.linspace(0.5, 2.0, 320)
     _compare(lambda call, x, w: call(x, w, scale), call, reference, (x, w.astype(jnp.float8_e4m3fn)), 1e-4)
+
+
+def residual_norm(reference, call) -> None:
+    """Eight rows of a product in eight parts, and of one in one part."""
+    x, part, y, weight = _normal((2, 4, 1024), (8, 2, 4, 1024), (1, 2, 4, 1024), (1024,))
+
+    def run(call, x, part, y):
+        return call(x, part.astype(jnp.float32), weight, 1e-6), call(x, y, weight, 1e-6)
+
+    _compare(run, call, reference, (x, part, y), 2e-2)
 
 
 def state_prepare(reference, call) -> None:

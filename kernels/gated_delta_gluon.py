@@ -17,6 +17,8 @@ from ready_jax.kernels.gated_delta_fused import Log
 
 #: Layers that one commit launch covers.
 LAYERS = 16
+#: Programs that share a memory, as one cluster.
+PARTS = 2
 #: Equal ranges of the following matrix whose first MiB is fetched while the rows run: XLA's product of 8 rows begins
 #: at as many places. More was slower: it is the state's memory traffic, too.
 RANGES = 8
@@ -39,7 +41,7 @@ def rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, k
     memories, width, values = s_BMXY.shape[1:]
     following = norm_Y if next_OD is None else next_OD
     span = following.size // RANGES // 16 * 16  # elements; the fetch needs multiples of 16 bytes
-    fetch = following.dtype.itemsize == 2 and span * 2 >= gluon.CLUSTER * 2048 * 32 * warps
+    fetch = following.dtype.itemsize == 2 and span * 2 >= PARTS * 2048 * 32 * warps
 
     def f32(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -50,10 +52,10 @@ def rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, k
         out_type=[
             f32(batch, tokens, keys, width), f32(batch, tokens, memories, values), f32(batch, tokens, memories),
             jax.ShapeDtypeStruct((batch, tokens, memories * values), p_BTI.dtype),
-            f32(batch, memories, gluon.CLUSTER, tokens),
+            f32(batch, memories, PARTS, tokens),
         ],
         grid=(memories + (RANGES if fetch else 0), batch), num_warps=warps,
-        RANGE=span, PARTS=gluon.CLUSTER,
+        RANGE=span, PARTS=PARTS,
         ROW=columns, C=conv_WC.shape[1], K=keys, M=memories, X=width, Y=values, T=tokens, WARPS=warps, EPS=eps,
     )  # fmt: skip
     return out, Log(key, u, decay, p_BTI)

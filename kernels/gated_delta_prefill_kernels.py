@@ -211,7 +211,7 @@ def _walk_body(*refs, logged: bool, block: int):
 
 def walk(
     s_BMXY, q_BTKX, k_BTKX, v_BTMY, solved: Solved, slot_BN=None, slots: int = 0, *,
-    block: int = 64, warps: int = 4, stages: int = 2, interpret: bool = False,
+    block: int = 64, warps: int = 4, stages: int = 3, interpret: bool = False,
 ):  # fmt: skip
     """Outputs in the values' type, the last state; with ``slot_BN`` also, for chunks whose slot is not negative, the
     state before the chunk [B, slots, M, X, Y] and its writes [B, slots, M, C, Y], both fp32."""

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from functools import cache
-
-#: Programs of one cluster, in kernels whose source has a cluster barrier.
-CLUSTER = 2
 
 
 def missing() -> str | None:
@@ -59,8 +57,8 @@ def call() -> Callable:
     triton_lib.compile_ttir_to_ptx_inplace = compile_either
 
     def in_clusters(name, warps, _, shared, binary, ttir, *rest, make=triton_lib.triton_kernel_call_lib.TritonKernel):
-        clusters = CLUSTER if "barrier.cluster" in ttir else 1
-        return make(name, warps, clusters, shared, binary, ttir, *rest)
+        cluster = re.search(r"cluster of (\d+)", ttir)  # a word of the kernel's own barrier
+        return make(name, warps, int(cluster[1]) if cluster else 1, shared, binary, ttir, *rest)
 
     triton_lib.triton_kernel_call_lib.TritonKernel = in_clusters
     return jax_triton.triton_call

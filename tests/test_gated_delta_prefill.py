@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import quick
+from test_gated_delta import Inputs, at, oracle, random_inputs, same_bits
 
 from ready_jax.kernels import gated_delta, gated_delta_prefill_fused
-from tests.compiling import quick
-from tests.test_gated_delta import Inputs, at, oracle, random_inputs, same_bits
 
 #: Three chunks, the last one short; three memories share the key head; both widths are small and unequal.
 BATCH, TOKENS, MEMORIES, X, Y = 3, 150, 3, 16, 32

@@ -11,8 +11,9 @@ from ready_jax.pair import NANO
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
-def test_there_is_a_notebook():
-    assert [file.name for file in NOTEBOOKS] == ["quickstart.ipynb"]
+def test_every_notebook_is_here():
+    names = ["evaluate_and_plot", "quickstart", "train_your_own_drafter"]
+    assert [file.stem for file in NOTEBOOKS] == names
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)

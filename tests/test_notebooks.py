@@ -16,11 +16,19 @@ def test_every_notebook_is_here():
     assert [file.stem for file in NOTEBOOKS] == names
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> Path:
+    """Programs that one notebook compiled and another one uses too."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 @pytest.mark.filterwarnings("ignore")  # of the kernel's client, not ours
-def test_a_notebook_runs(file, monkeypatch):
+def test_a_notebook_runs(file, monkeypatch, compiled):
     assert (NANO / "dspark" / "config.json").is_file(), f"the notebooks load nano, which is not at {NANO}"
     monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
     notebook = nbformat.read(file, as_version=4)
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute(cwd=str(file.parent))
 

@@ -13,7 +13,7 @@ from ready_jax.serve import answers, grade, sandbox
 
 needs_math_verify = pytest.mark.skipif(not answers.math_verify_installed(), reason=answers.INSTALL)
 needs_sandbox = pytest.mark.skipif(sandbox.why_not() is not None, reason=str(sandbox.why_not()))
-FAST = sandbox.Limits(cpu_seconds=1, wall_seconds=2.0)
+FAST = sandbox.Limits(cpu_seconds=1, wall_seconds=1.5)
 
 
 # Answers

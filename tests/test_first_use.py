@@ -14,7 +14,6 @@ from ready_jax.kernels import (
     first_use,
     gated_delta,
     markov_step,
-    residual_norm,
     scaled_product,
     state_read,
 )

@@ -110,22 +110,24 @@ class Target(nnx.Module):
                 f"state_layers names {wrong}: only layers {list(self.config.linear_layers)} hold a recurrent state"
             )
 
+    def _behind(self, i):
+        """What the stream meets behind layer ``i``: norm, matrix (None: tied), and in how many parts."""
+        if i + 1 < len(self.layers):
+            block = self.layers[i + 1]
+            return block.norm_in_D[...], block.mixer.w_in_DI[...], PROJECTION_PARTS
+        return self.norm_D[...], None if self.w_out_DV is None else self.w_out_DV[...], 1
+
     def _run(self, x_BTD, taps, mix):
         """All blocks over ``x``; ``mix(i, mixer, normed)`` is the mode (rows, prefill): partial sums [S, B, T, D]."""
         self._check_taps(taps)
         eps, tapped = self.config.rms_norm_eps, {-1: x_BTD}
-        head = None if self.w_out_DV is None else self.w_out_DV[...]
-        after = [(block.norm_in_D, block.mixer.w_in_DI[...], PROJECTION_PARTS) for block in self.layers[1:]]
         hidden_BTD = self.layers[0].norm(x_BTD)
-        for i, (block, behind) in enumerate(zip(self.layers, [*after, (self.norm_D, head, 1)], strict=True)):
-            steps = (
-                (lambda h, i=i, block=block: mix(i, block.mixer, h), block.norm_post_D, block.mlp.w_in_DI[...], 1),
-                (block.mlp.partial_sums, *behind),
-            )
-            for step, norm_D, next_IN, starts in steps:
-                x_BTD, hidden_BTD = residual_norm.add(
-                    x_BTD, step(hidden_BTD), norm_D[...], eps, next_IN=next_IN, starts=starts
-                )
+        for i, block in enumerate(self.layers):
+            norm_D, next_DI = block.norm_post_D[...], block.mlp.w_in_DI[...]
+            x_BTD, hidden_BTD = residual_norm.add(x_BTD, mix(i, block.mixer, hidden_BTD), norm_D, eps, next_IN=next_DI)
+            norm_D, next_DI, starts = self._behind(i)
+            part_SBTD = block.mlp.partial_sums(hidden_BTD)
+            x_BTD, hidden_BTD = residual_norm.add(x_BTD, part_SBTD, norm_D, eps, next_IN=next_DI, starts=starts)
             tapped[i] = x_BTD
         return Output(hidden_BTD, jnp.stack([tapped[i] for i in taps], axis=2) if taps else None, {})
 

@@ -40,12 +40,10 @@ def test_without_the_kernel_a_product_is_left_in_one_part():
 
 
 def test_the_kernel_says_what_it_refuses():
-    reasons = [
-        residual_norm_gluon.why_not(**({"platform": "gpu"} | facts))
-        for facts in ({"rows": 17}, {"width": 1000}, {"dtype": "float32"}, {"platform": "cpu"})
-    ]
-    for reason, word in zip(reasons, ("17 rows", "1000", "float32", "cpu"), strict=True):
-        assert word in str(reason)
+    assert "17 rows" in str(residual_norm_gluon.why_not(rows=17, platform="gpu"))
+    assert "1000" in str(residual_norm_gluon.why_not(width=1000, platform="gpu"))
+    assert "float32" in str(residual_norm_gluon.why_not(dtype="float32", platform="gpu"))
+    assert "cpu" in str(residual_norm_gluon.why_not(platform="cpu"))
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Low-rank updates of a drafter: nothing at first, merged they are what they were beside the base, saved bit for bit."""
+"""Low-rank updates of a drafter: nothing at first, merged what they were beside the base, saved bit for bit."""
 
 from typing import Any
 

@@ -6,33 +6,71 @@
 Every variant is ReaDy's two stages over the shipped base (`configs/nano_ready.py`) with changed fields, on the same
 rows; the reference is the recipe as it stands, the control without states trains LoRA alone for as many steps. A
 variant whose folder is complete is not trained again. `arXiv 2610.20503` asks the same questions at 27B.
+
+Every line stands for itself, so that several run at once; `--question training` is every method at every window with
+two seeds:
+
+    python -m ready_jax.serve.ablate plan --question training --out DIR --tokens FILE --print train |
+        xargs -d '\\n' -P 6 -I{} bash -c '{}'
+    python -m ready_jax.serve.ablate plan --question training --out DIR --print evaluate --processes 6 > evaluate.sh
+    head -n 1 evaluate.sh | bash && tail -n +2 evaluate.sh | xargs -d '\\n' -P 6 -I{} bash -c '{}'
+
+The first line of an evaluation in parts is the base's: with a shared `--compile-cache` it leaves the others the
+autoregressive program, so that all of them decode the same texts.
 """
 
 import argparse
 import json
 import shlex
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from ready_jax import schema
 from ready_jax.config import ReaderConfig
+from ready_jax.configs import named
+from ready_jax.export import write_json
 from ready_jax.pair import NANO
 from ready_jax.serve import report
+from ready_jax.tensor_files import CONFIG, read_json
 
 REFERENCE, STATELESS, BASE = "ready", "stateless", "dspark"
+WINDOWS, SEEDS = (16, 64, 128, None), (0, 1)  # of the study of the training; None: all of the draft context
 EVALUATION = "--batch-size 64 --max-samples 200 --prompt-tokens 1024 --prompt-lookup"  # shuffled states need a batch
 TRAINER = "python -m ready_jax.train.loop"  # called by the shell: the trainer and this side never import each other
+HERE = "python -m ready_jax.serve.ablate"
 STAGES = ("nano_ready_stage1", "nano_ready_stage2")
+WITHOUT_STATES = "nano_stateless"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A drafter to train: its name, changes of the recipes' fields, and whether it has a reader (else only LoRA)."""
+    """A drafter to train: a method (changes of the recipes' fields; without ``reader`` only LoRA), a window, a seed.
 
-    name: str
+    ``window``: tokens of draft context, None for all; ``seed``: of rows, anchors and fresh weights.
+    """
+
+    method: str
     changes: tuple[str, ...] = ()
     reader: bool = True
+    window: int | None = None
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return windowed_name(self.method, self.window) + (f"_s{self.seed}" if self.seed else "")
+
+    @property
+    def fields(self) -> list[str]:
+        """All changes of a recipe, the same in every stage."""
+        window = [] if self.window is None else [f"adapt.window={self.window}"]
+        return [*self.changes, *window, f"rows.seed={self.seed}"]
+
+
+def windowed_name(name: str, window: int | None) -> str:
+    return name if window is None else f"{name}_w{window}"
 
 
 @dataclass(frozen=True)
@@ -50,17 +88,10 @@ def _controls() -> tuple[Variant, ...]:
     return tuple(Variant(f"reads_{what}", (f"adapt.reader.reads={what}",)) for what in reads if what != "own")
 
 
-def _windows() -> tuple[Variant, ...]:
-    pairs = ((f"window_{size}", size) for size in (16, 64, 128))
-    return tuple(
-        Variant(f"{name}_{kind}", (f"adapt.window={size}",), kind == REFERENCE)
-        for name, size in pairs
-        for kind in (STATELESS, REFERENCE)
-    )
-
-
 _THE = Variant(REFERENCE)
 _WITHOUT = Variant(STATELESS, reader=False)
+METHODS = (_WITHOUT, _THE, *_controls())
+# Values are written without brackets and spaces, so that no line needs quotes.
 QUESTIONS = (
     Question(
         "states",
@@ -78,8 +109,8 @@ QUESTIONS = (
         "Which states are read (layers 2 and 6 are the reference; the paper: 2, 30, 62, 30+62, 2+30+62)",
         (
             *(
-                Variant("layers_" + "_".join(map(str, layers)), (f"adapt.reader.state_layers={layers}",))
-                for layers in ((0,), (2,), (6,), (0, 2, 6))
+                Variant(f"layers_{layers.replace(',', '_')}", (f"adapt.reader.state_layers={layers},",))
+                for layers in ("0", "2", "6", "0,2,6")
             ),
             _THE,
         ),
@@ -88,8 +119,8 @@ QUESTIONS = (
         "injection",
         "Where the update enters (last draft layer, after attention, is the reference)",
         (
-            Variant("inject_0", ("adapt.reader.inject_layers=(0,)",)),
-            Variant("inject_0_1", ("adapt.reader.inject_layers=(0, 1)",)),
+            Variant("inject_0", ("adapt.reader.inject_layers=0,",)),
+            Variant("inject_0_1", ("adapt.reader.inject_layers=0,1",)),
             Variant("inject_before_attention", ("adapt.reader.inject_side=before_attention",)),
             _THE,
         ),
@@ -97,9 +128,15 @@ QUESTIONS = (
     Question(
         "window",
         "Does the state help where the draft context is cut? Reader and control at each window, in tokens",
-        (*_windows(), _WITHOUT, _THE),
+        tuple(replace(method, window=window) for window in WINDOWS for method in (_WITHOUT, _THE)),
         STATELESS,
     ),
+)
+TRAINING = Question(
+    "training",
+    "Every method at every window, two seeds",
+    tuple(replace(method, window=window, seed=seed) for window in WINDOWS for seed in SEEDS for method in METHODS),
+    STATELESS,
 )
 
 
@@ -109,22 +146,25 @@ def variants(questions: Sequence[Question] = QUESTIONS) -> list[Variant]:
     return list(found.values())
 
 
-def recipes(variant: Variant, out: Path, *, tokens: str | None = None, steps: tuple[int, int] | None = None):
-    """(recipe, changes) of each training run of a variant, in order; the last one's ``merged`` is evaluated."""
-    shared = list(variant.changes) + ([f"files.tokens={tokens}"] if tokens else [])
+def recipes(
+    variant: Variant, out: Path, *, tokens: str | None = None, steps: tuple[int, int] | None = None,
+    changes: Sequence[str] = (),
+) -> list[tuple[str, list[str]]]:  # fmt: skip
+    """(recipe, changes) of each training run of a variant, in order; the last one's ``merged`` is evaluated.
+
+    ``changes`` are made in all of them. The second stage begins behind the rows of the first, the control without
+    states takes the steps, and so the rows, of both.
+    """
+    shared = [*variant.fields, *([f"files.tokens={tokens}"] if tokens else []), *changes]
+    first, second = (named.recipe(stage, shared).optimizer.steps for stage in STAGES) if steps is None else steps
     if not variant.reader:
-        count = [f"optimizer.steps={sum(steps)}"] if steps else []
-        return [("nano_stateless", [*shared, *count, f"files.out={out / variant.name}"])]
-    first, second = out / f"{variant.name}_stage1", out / variant.name
-    counts = [[f"optimizer.steps={n}"] for n in steps] if steps else [[], []]
-    # The second stage begins behind the rows that the first one saw.
-    behind = [f"rows.first={64 * steps[0]}"] if steps else []
+        return [(WITHOUT_STATES, [*shared, f"optimizer.steps={first + second}", f"files.out={out / variant.name}"])]
+    stage1, stage2 = out / f"{variant.name}_stage1", out / variant.name
+    behind = f"rows.first={first * named.recipe(STAGES[0], shared).rows.batch}"
+    start = f"files.from_pretrained={stage1 / 'adapter'}"
     return [
-        (STAGES[0], [*shared, *counts[0], f"files.out={first}"]),
-        (
-            STAGES[1],
-            [*shared, *counts[1], *behind, f"files.from_pretrained={first / 'adapter'}", f"files.out={second}"],
-        ),
+        (STAGES[0], [*shared, f"optimizer.steps={first}", f"files.out={stage1}"]),
+        (STAGES[1], [*shared, f"optimizer.steps={second}", behind, start, f"files.out={stage2}"]),
     ]
 
 
@@ -133,24 +173,75 @@ def folder(variant: Variant, out: Path) -> Path:
     return out / variant.name / "merged"
 
 
-def plan(
-    questions: Sequence[Question], out: Path, *, tokens: str | None = None, steps: tuple[int, int] | None = None,
-    evaluation: Sequence[str] = (),
+def bases(chosen: Sequence[Variant], out: Path) -> dict[str, Path]:
+    """The drafter that all variants start from, as it is and with each of their windows: name and folder."""
+    windows = dict.fromkeys(variant.window for variant in chosen if variant.window is not None)
+    return {BASE: NANO / BASE} | {name: out / name for name in (windowed_name(BASE, window) for window in windows)}
+
+
+def with_window(base: Path, window: int, out: Path) -> None:
+    """Write the drafter of ``base`` with a draft window of so many tokens: the same weights, another config.json."""
+    raw = read_json(base / CONFIG)
+    config = replace(schema.drafter_config(raw, str(base / CONFIG)), sliding_window=window)
+    out.mkdir(parents=True, exist_ok=True)
+    for file in base.glob("*.safetensors*"):
+        shutil.copyfile(file, out / file.name)
+    write_json(out / CONFIG, schema.to_raw(config, raw["dtype"]))
+
+
+def training(
+    chosen: Sequence[Variant], out: Path, *, tokens: str | None = None, steps: tuple[int, int] | None = None,
+    changes: Sequence[str] = (),
 ) -> list[str]:  # fmt: skip
-    """Shell lines: what is left to train, then the evaluation of everything."""
+    """Shell lines that make what is not there yet, one per drafter and in any order; stages are joined by ``&&``."""
     lines = []
-    for variant in variants(questions):
-        if (folder(variant, out) / "config.json").is_file():
-            continue
-        for recipe, changes in recipes(variant, out, tokens=tokens, steps=steps):
-            done = next(change.partition("=")[2] for change in changes if change.startswith("files.out="))
-            if not (Path(done) / "merged" / "config.json").is_file():
-                lines.append(f"{TRAINER} {shlex.join([recipe, *changes, 'files.resume_from=auto'])}")
-    drafts = [f"{BASE}={NANO / 'dspark'}"] + [f"{v.name}={folder(v, out)}" for v in variants(questions)]
-    words = ["python", "-m", "ready_jax.serve.evaluate"]
-    words += [word for draft in drafts for word in ("--draft", draft)]
-    words += [*evaluation, "--json", str(out / "ablation.json")]
-    return [*lines, shlex.join(words)]
+    for variant in chosen:
+        if not _there(folder(variant, out)):
+            runs = recipes(variant, out, tokens=tokens, steps=steps, changes=changes)
+            left = [run for run in runs if not _there(Path(_value(run[1], "files.out")) / "merged")]
+            words = ([recipe, *fields, "files.resume_from=auto"] for recipe, fields in left)
+            lines.append(" && ".join(f"{TRAINER} {shlex.join(one)}" for one in words))
+    windows = {windowed_name(BASE, variant.window): variant.window for variant in chosen}
+    for name, where in bases(chosen, out).items():
+        if name != BASE and not _there(where):
+            lines.append(f"{HERE} window {shlex.join([str(windows[name]), '--out', str(where)])}")
+    return lines
+
+
+def _there(drafter: Path) -> bool:
+    return (drafter / CONFIG).is_file()
+
+
+def _value(changes: Sequence[str], name: str) -> str:
+    return next(change.partition("=")[2] for change in changes if change.startswith(f"{name}="))
+
+
+def evaluations(
+    chosen: Sequence[Variant], out: Path, *, words: Sequence[str] = (), processes: int = 1
+) -> dict[Path, str]:
+    """A shell line by the report it writes: one for everything, or the bases' and then ``processes`` for the variants.
+
+    All have the same ``words``, so that prompts and batches are the same. Drafters that differ in their weights alone
+    share their programs and stay together.
+    """
+    parts = [bases(chosen, out)]
+    if processes == 1:
+        parts[0] |= {variant.name: folder(variant, out) for variant in chosen}
+    else:
+        parts += [{} for _ in range(processes)]
+        groups: dict[tuple, dict[str, Path]] = {}
+        for variant in chosen:
+            program = (variant.window, variant.changes, variant.reader)
+            groups.setdefault(program, {})[variant.name] = folder(variant, out)
+        for group in groups.values():
+            min(parts[1:], key=len).update(group)
+    lines = {}
+    for number, part in enumerate(part for part in parts if part):
+        file = out / ("ablation.json" if processes == 1 else f"ablation_{number}.json")
+        line = ["python", "-m", "ready_jax.serve.evaluate"]
+        line += [word for name, where in part.items() for word in ("--draft", f"{name}={where}")]
+        lines[file] = shlex.join([*line, *words, "--json", str(file)])
+    return lines
 
 
 def change_over(found: dict[str, Any], name: str, other: str, key: str) -> str:
@@ -207,6 +298,11 @@ def page(found: dict[str, Any]) -> report.Page:
     return report.Page("Ablations at nano's size", [*tables, report.conditions_table(found)], notes=notes)
 
 
+def window_of(text: str) -> int | None:
+    """A window on the command line."""
+    return None if text == "unlimited" else int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ready_jax.serve.ablate",
@@ -215,24 +311,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     planning = commands.add_parser("plan", help="print the commands that train and evaluate")
-    planning.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the trained drafters go")
-    planning.add_argument(
-        "--tokens", metavar="FILE", help="regenerated.npz.xz, so that every variant sees the same rows"
-    )
-    planning.add_argument("--question", nargs="+", choices=[q.name for q in QUESTIONS], help="default: all")
-    planning.add_argument("--steps", type=int, nargs=2, metavar=("STAGE1", "STAGE2"), help="default: the recipes'")
-    planning.add_argument(
-        "--evaluate", default=EVALUATION, metavar="WORDS", help=f"its options (default: {EVALUATION})"
-    )
+    add = planning.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="where the trained drafters go")
+    add("--tokens", metavar="FILE", help="regenerated.npz.xz, so that every variant sees the same rows")
+    questions = {question.name: question for question in (*QUESTIONS, TRAINING)}
+    add("--question", nargs="+", choices=list(questions), help="default: all but training")
+    add("--windows", nargs="+", type=window_of, metavar="TOKENS", help="only these (numbers, or unlimited)")
+    add("--seeds", nargs="+", type=int, metavar="SEED", help="only these")
+    add("--steps", type=int, nargs=2, metavar=("STAGE1", "STAGE2"), help="default: the recipes'")
+    add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="further changes of every training run")
+    add("--print", choices=("train", "evaluate"), help="default: both")
+    add("--trained", action="store_true", help="evaluate only drafters that are there already")
+    add("--processes", type=int, default=1, metavar="N", help="that evaluate at once, besides that of the base")
+    add("--evaluate", default=EVALUATION, metavar="WORDS", help=f"its options (default: {EVALUATION})")
+    making = commands.add_parser("window", help="copy a drafter, with a draft window")
+    making.add_argument("window", type=int, metavar="TOKENS")
+    making.add_argument("--base", type=Path, default=NANO / BASE, metavar="FOLDER", help="default: the shipped one")
+    making.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     reading = commands.add_parser("tables", help="one table per question from an evaluation")
     reading.add_argument("file", type=Path, metavar="FILE.json")
     reading.add_argument("--out", type=Path, metavar="FILE", help=".html, or .md; default: Markdown on standard output")
     options = parser.parse_args(arguments)
     if options.command == "plan":
-        questions = [q for q in QUESTIONS if options.question is None or q.name in options.question]
+        chosen = variants([questions[name] for name in options.question] if options.question else QUESTIONS)
+        chosen = [v for v in chosen if options.windows is None or v.window in options.windows]
+        chosen = [v for v in chosen if options.seeds is None or v.seed in options.seeds]
         steps = None if options.steps is None else (options.steps[0], options.steps[1])
-        words = shlex.split(options.evaluate)
-        print("\n".join(plan(questions, options.out, tokens=options.tokens, steps=steps, evaluation=words)))
+        lines = []
+        if options.print != "evaluate":
+            lines += training(chosen, options.out, tokens=options.tokens, steps=steps, changes=options.set)
+        if options.trained:
+            chosen = [v for v in chosen if _there(folder(v, options.out))]
+        if options.print != "train":
+            words = shlex.split(options.evaluate)
+            lines += evaluations(chosen, options.out, words=words, processes=options.processes).values()
+        print("\n".join(lines))
+    elif options.command == "window":
+        with_window(options.base, options.window, options.out)
     else:
         report.write(page(json.loads(options.file.read_text(encoding="utf-8"))), options.out)
     return 0

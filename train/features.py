@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from ready_jax.drafter import Drafter, blocks
+from ready_jax.kernels import dispatch
 from ready_jax.layers import rope_angles
 from ready_jax.train.anchors import Anchors
 
@@ -60,10 +61,16 @@ def features(
     token_BT: Int[Array, "B T"],
     segment_BT: Int[Array, "B T"],
     anchors: Anchors,
-    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+    precision: jax.lax.Precision | None = None,
 ) -> Features:
     """One frozen pass of the target over packed rows; with a reader also the states after the ``a`` tokens
-    before each anchor (never after the anchor itself: that would leak it)."""
+    before each anchor (never after the anchor itself: that would leak it).
+
+    ``precision`` of the delta rule's products; None: that of its GPU kernel, which bf16 targets run, and the lowest
+    where operands are spread over a mesh, which no kernel takes.
+    """
+    if precision is None:
+        precision = jax.lax.Precision.DEFAULT if dispatch.partitioned.value else jax.lax.Precision.HIGHEST
     layers = () if drafter_config.reader is None else drafter_config.reader.state_layers
     out = target.sequence(
         token_BT,

@@ -305,14 +305,12 @@ def export(work: Run, out: Path) -> None:
 def dry_run(recipe: Recipe, kind: str | None = None) -> list[str]:
     """What the run would take, from configurations alone: nothing is allocated and no weights are read."""
     preset = PRESETS.get(recipe.preset)
-    try:
+    if preset is not None and not Path(recipe.files.target).is_dir():  # an estimate downloads nothing
+        target, start = preset.target, recipe.drafter or preset.drafter("v2")
+    else:
         folder = checkpoint.resolve(recipe.files.target, recipe.files.target_revision or None)[0]
         target = schema.target_config(read_json(folder / CONFIG), str(folder / CONFIG))
         start = warm_start.pretrained_config(recipe)
-    except ValueError:
-        if preset is None:
-            raise
-        target, start = preset.target, recipe.drafter or preset.drafter("v1")
     config = warm_start.starting_config(recipe, start)
     schema.check_pair(target, config)
     return estimate.report(target, config, recipe, kind or jax.devices()[0].device_kind)

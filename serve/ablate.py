@@ -16,7 +16,10 @@ two seeds:
     head -n 1 evaluate.sh | bash && tail -n +2 evaluate.sh | xargs -d '\\n' -P 6 -I{} bash -c '{}'
 
 The first line of an evaluation in parts is the base's: with a shared `--compile-cache` it leaves the others the
-autoregressive program, so that all of them decode the same texts.
+autoregressive program, so that all of them decode the same texts. `training` puts the parts together and says what
+differs where they do not belong together; `tables` takes several files too:
+
+    python -m ready_jax.serve.ablate training DIR/ablation_*.json --json results/nano_training.json --out FILE.html
 """
 
 import argparse
@@ -33,10 +36,11 @@ from ready_jax.config import ReaderConfig
 from ready_jax.configs import named
 from ready_jax.export import write_json
 from ready_jax.pair import NANO
-from ready_jax.serve import report
+from ready_jax.serve import records, report, study, summary
+from ready_jax.serve.study import BASE, STATELESS, UNLIMITED
+from ready_jax.serve.study import READER as REFERENCE
 from ready_jax.tensor_files import CONFIG, read_json
 
-REFERENCE, STATELESS, BASE = "ready", "stateless", "dspark"
 WINDOWS, SEEDS = (16, 64, 128, None), (0, 1)  # of the study of the training; None: all of the draft context
 EVALUATION = "--batch-size 64 --max-samples 200 --prompt-tokens 1024 --prompt-lookup"  # shuffled states need a batch
 TRAINER = "python -m ready_jax.train.loop"  # called by the shell: the trainer and this side never import each other
@@ -284,8 +288,25 @@ def table(found: dict[str, Any], question: Question) -> report.Table | None:
     return report.Table(question.title, columns, rows)
 
 
+def cells() -> list[study.Cell]:
+    """The drafters of the study of the training: the base at every window, then what was trained."""
+    base = [study.Cell(windowed_name(BASE, window), BASE, window, None) for window in WINDOWS]
+    return base + [study.Cell(v.name, v.method, v.window, v.seed) for v in TRAINING.variants]
+
+
+def evaluated(files: Sequence[Path]) -> dict[str, Any]:
+    """The report of an evaluation, or of several put together."""
+    if len(files) == 1:
+        return json.loads(files[0].read_text(encoding="utf-8"))
+    whole, found = records.together(files)
+    whole["run"]["commit"] = ", ".join(map(str, whole["run"]["commits"]))
+    return whole | summary.summary(found)
+
+
 def page(found: dict[str, Any]) -> report.Page:
     """One table per question that the evaluation answers. ValueError if it answers none."""
+    if "paired_vs_stateless" in found:
+        return study.page(found)
     tables = [made for question in QUESTIONS if (made := table(found, question)) is not None]
     if not tables:
         needed = ", ".join(variant.name for variant in variants())
@@ -300,7 +321,7 @@ def page(found: dict[str, Any]) -> report.Page:
 
 def window_of(text: str) -> int | None:
     """A window on the command line."""
-    return None if text == "unlimited" else int(text)
+    return None if text == UNLIMITED else int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -328,9 +349,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     making.add_argument("window", type=int, metavar="TOKENS")
     making.add_argument("--base", type=Path, default=NANO / BASE, metavar="FOLDER", help="default: the shipped one")
     making.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    joining = commands.add_parser("training", help="the numbers of the training question, from its evaluations")
+    joining.add_argument("file", type=Path, nargs="+", metavar="FILE.json", help="their .jsonl must lie beside them")
+    joining.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the numbers go")
+    joining.add_argument("--runs", type=Path, nargs="+", metavar="DIR", help="trained drafters (default: beside FILE)")
+    joining.add_argument("--leave-out", action="store_true", help="leave out prompts whose autoregressive texts differ")
     reading = commands.add_parser("tables", help="one table per question from an evaluation")
-    reading.add_argument("file", type=Path, metavar="FILE.json")
-    reading.add_argument("--out", type=Path, metavar="FILE", help=".html, or .md; default: Markdown on standard output")
+    reading.add_argument("file", type=Path, nargs="+", metavar="FILE.json", help="evaluations, or what training wrote")
+    for each in (joining, reading):
+        each.add_argument("--out", type=Path, metavar="FILE", help=".html or .md; default: Markdown to standard output")
     options = parser.parse_args(arguments)
     if options.command == "plan":
         chosen = variants([questions[name] for name in options.question] if options.question else QUESTIONS)
@@ -348,8 +375,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(lines))
     elif options.command == "window":
         with_window(options.base, options.window, options.out)
+    elif options.command == "training":
+        runs = options.runs or list(dict.fromkeys(file.parent for file in options.file))
+        study.write(study.put_together(options.file, cells(), runs, leave_out=options.leave_out), options.json)
+        report.write(page(json.loads(options.json.read_text(encoding="utf-8"))), options.out)
     else:
-        report.write(page(json.loads(options.file.read_text(encoding="utf-8"))), options.out)
+        report.write(page(evaluated(options.file)), options.out)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 Lines are written a batch at a time and carry a digest of the conditions, so a run that was killed goes on where it
 stopped and never mixes two settings. Several processes write ``FILE.part-<i>.jsonl``; reading takes them all.
+Evaluations of other methods on the same prompts, each with its own FILE, are put `together`.
 """
 
 import hashlib
@@ -123,3 +124,64 @@ def shorten(value: Any, width: int = 60) -> str:
     """A value for an error message."""
     text = json.dumps(value)
     return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def together(files: Sequence[Path], *, leave_out: bool = False) -> tuple[dict[str, Any], list[Record]]:
+    """The conditions of all evaluations, and their records with the methods of all.
+
+    Raises ValueError naming what differs: conditions, prompts, batches, weights under one name, or the autoregressive
+    tokens, where ``leave_out`` drops those prompts instead.
+    """
+    whole: dict[str, Any] = {}
+    joined: dict[tuple[str, int], Record] = {}
+    apart: dict[tuple[str, int], str] = {}
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not found.get("complete"):
+            raise ValueError(f"{file} is not finished: run its command again, it goes on where it stopped")
+        own = {(record["benchmark"], record["index"]): record for record in read(file, found["conditions"])}
+        if not whole:
+            whole, joined = {key: found[key] for key in ("conditions", "run", "complete")}, own
+            whole["run"] = whole["run"] | dict(commits=[found["run"]["commit"]], files=1)
+            continue
+        _check(whole, found, files[0], file)
+        whole["conditions"]["methods"] |= found["conditions"]["methods"]
+        whole["run"] = _runs(whole["run"], found["run"])
+        if joined.keys() != own.keys():
+            raise ValueError(f"{file} holds other prompts than {files[0]}: {sorted(joined.keys() ^ own.keys())[:5]}")
+        for key, record in own.items():
+            first = joined[key]
+            wrong = [name for name in ("id", "prompt_tokens", "batch", "batch_prompts") if record[name] != first[name]]
+            if wrong:
+                raise ValueError(f"{file} and {files[0]}: prompt {key} differs in {', '.join(wrong)}")
+            if metrics.tokens_of(record, metrics.BASELINE) != metrics.tokens_of(first, metrics.BASELINE):
+                apart[key] = str(file)
+            joined[key] = first | dict(methods=record["methods"] | first["methods"])
+    if apart and not leave_out:
+        some = ", ".join(f"{name} {index} ({file})" for (name, index), file in list(apart.items())[:5])
+        raise ValueError(
+            f"{len(apart)} of {len(joined)} autoregressive texts differ from those of {files[0]}: {some}; methods can "
+            "be compared on equal texts only: evaluate again with one --compile-cache, or leave these prompts out"
+        )
+    whole["left_out"] = [list(key) for key in apart]
+    return whole, [record for key, record in joined.items() if key not in apart]
+
+
+def _check(whole: dict[str, Any], found: dict[str, Any], first: Path, file: Path) -> None:
+    apart = differences(whole, found)
+    weights = (whole["conditions"]["methods"], found["conditions"]["methods"])
+    shared = [name for name in weights[0] if name in weights[1]]
+    apart |= {f"weights of {name}": (a, b) for name in shared if (a := weights[0][name]) != (b := weights[1][name])}
+    if apart:
+        lines = [f"  {name}: {shorten(a)} and {shorten(b)}" for name, (a, b) in apart.items()]
+        raise ValueError(f"{first} and {file} were made under other conditions, which differ in\n" + "\n".join(lines))
+
+
+def _runs(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """How two evaluations ran: seconds add up, peaks are the larger one's."""
+    a, b = one["budget"], other["budget"]
+    largest = lambda key: max((x[key] for x in (a, b) if x[key] is not None), default=None)  # noqa: E731
+    budget = {key: largest(key) for key in a if key != "seconds"}
+    budget["seconds"] = {name: a["seconds"][name] + b["seconds"][name] for name in a["seconds"]}
+    commits = list(dict.fromkeys([*one["commits"], other["commit"]]))
+    return one | dict(budget=budget, commits=commits, files=one["files"] + 1)

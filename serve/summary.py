@@ -51,7 +51,7 @@ def _mean_draws(draws: Sequence[NDArray]) -> NDArray[np.float64]:
     return np.mean(usable, axis=0) if usable else np.zeros(0)
 
 
-class _Draws:
+class Draws:
     """Resamples of every set by method and kind, made once: `acceptance_length`, `non_loop`, `speed`."""
 
     def __init__(self, by_set: dict[str, list[metrics.Record]], methods: Sequence[str]):
@@ -108,7 +108,7 @@ def summary(records: Sequence[metrics.Record], grades: dict[tuple[str, str, str]
             keys = [(benchmark, record["id"], method) for record in some]
             statuses = [grades[key].status for key in keys if key in grades]
             found[method][benchmark] = metrics.of_method(some, method, benchmark, statuses)
-    names, draws = mean_sets(by_set), _Draws(by_set, methods)
+    names, draws = mean_sets(by_set), Draws(by_set, methods)
     means = {}
     for method in methods:
         means[method] = overall({name: found[method][name] for name in names})

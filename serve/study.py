@@ -29,6 +29,7 @@ METHODS = {
     "reads_zero": "the same reader over zeros",
     "reads_shuffled": "the same reader over another sequence's states",
 }
+READS = {STATELESS: "nothing", READER: "own"} | {f"reads_{what}": what for what in ("identity", "zero", "shuffled")}
 RECIPES = {("lora",): "nano_stateless", ("reader",): "nano_ready_stage1", ("reader", "lora"): "nano_ready_stage2"}
 NOTE = (
     "Means over benchmarks of tokens per verify round. Intervals are 95 % bootstraps over prompts: they say what other "
@@ -170,7 +171,10 @@ def gain(draws: summary.Draws, cell: Cell, other: Cell, names: Sequence[str]) ->
 
 
 def training(cells: Sequence[Cell], folders: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Facts of every training run from its ``log.json`` in one of the folders, and the runs without one."""
+    """Facts of every training run from its ``log.json`` in one of the folders, and the runs without one.
+
+    Raises ValueError for a log of another window, seed or reader than the run's name says.
+    """
     rows, missing = [], []
     for cell in cells:
         if cell.seed is None:
@@ -179,8 +183,14 @@ def training(cells: Sequence[Cell], folders: Sequence[Path]) -> tuple[list[dict[
             file = next((f for folder in folders if (f := folder / run / "log.json").is_file()), None)
             if file is None:
                 missing.append(run)
-            else:
-                rows.append(dict(run=run) | cell.key | facts(json.loads(file.read_text(encoding="utf-8"))))
+                continue
+            log = json.loads(file.read_text(encoding="utf-8"))
+            adapt, seed = log["config"]["adapt"], log["config"]["rows"]["seed"]
+            reads = READS[STATELESS] if adapt["reader"] is None else adapt["reader"]["reads"]
+            found, needed = (adapt["window"], seed, reads), (cell.window, cell.seed, READS[cell.method])
+            if found != needed:
+                raise ValueError(f"{file}: window, seed and what is read are {found}, {needed} are needed for {run}")
+            rows.append(dict(run=run) | cell.key | facts(log))
     return rows, missing
 
 
@@ -207,6 +217,7 @@ def facts(log: dict[str, Any]) -> dict[str, Any]:
         nonfinite=log["nonfinite"],
         packed_rows=log["rows"],
         tokens_sha256=log.get("tokens_sha256"),
+        rows_sha256=log.get("rows_sha256"),
         device_kind=log["device_kind"],
         commit=log["commit"],
     )

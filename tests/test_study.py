@@ -174,6 +174,8 @@ def test_facts_of_training_runs(tmp_path):
     assert row["changes"] == {"adapt.window": 16, "rows.seed": 1}
     assert (row["first_row"], row["rows_seen"], row["tokens_seen"]) == (25600, 64000, 64000 * 640)
     assert (row["loss"], row["ce_loss"], row["nonfinite"]) == (2.0, 1.5, 1)
+    with pytest.raises(ValueError, match=r"are \(16, 1, 'own'\), \(16, 0, 'own'\) are needed for ready_w16_s1"):
+        study.training([replace(cell, seed=0)], [tmp_path])
 
 
 def test_the_file_and_its_tables(found, tmp_path, capsys):

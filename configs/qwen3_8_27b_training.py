@@ -27,7 +27,7 @@ from ready_jax.configs.qwen3_8_27b import QWEN3_8_27B, Preset
 #: Samples of the two stages (published), in batches of 64 rows: 313 and 782 steps.
 SAMPLES1, SAMPLES2, BATCH = 20_000, 50_000, 64
 STEPS1, STEPS2 = -(-SAMPLES1 // BATCH), -(-SAMPLES2 // BATCH)
-LOSS = LossConfig(ce=1.0, l1=0.1, confidence=0.0)
+LOSS = LossConfig(ce=1.0, l1=0.1, confidence=0.0, slice_blocks=128)
 LORA = LoraConfig(rank=32, alpha=64.0)
 ROWS = RowsConfig(batch=BATCH, length=2048, anchors=512)
 TARGET = "Qwen/Qwen3.8-27B"
@@ -121,7 +121,7 @@ def qwen3_8_27b_base(preset: Preset = QWEN3_8_27B) -> Recipe:
     return Recipe(
         optimizer=OptimizerConfig(learning_rate=6e-4, steps=1_300_000 // 512, accumulate=512),
         drafter=preset.drafter("v2"),
-        loss=LossConfig(ce=0.1, l1=0.9, confidence=1.0),
+        loss=replace(LOSS, ce=0.1, l1=0.9, confidence=1.0),
         regenerate=replace(REGENERATE, num_prompts=1_300_000, max_per_source=1_300_000),
         rows=replace(ROWS, batch=512),
         files=_files("out/qwen3_8_27b_base", ""),

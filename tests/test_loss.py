@@ -114,7 +114,7 @@ def test_sums_against_numpy():
     logits, teacher = rng.normal(size=(2, 3, 4, 9)).astype(np.float32)
     token, confidence = rng.integers(0, 9, (3, 4)), rng.normal(size=(3, 4)).astype(np.float32)
     mask = np.array([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], bool)
-    sums = quick(functools.partial(losses.block_sums, decay=4.0))
+    sums = quick(functools.partial(losses.block_sums, config=LossConfig(0.1, 0.9, 1.0)))
     found = sums(logits, teacher, token, mask, confidence)
 
     def softmax(x):
@@ -162,7 +162,7 @@ def test_no_array_holds_all_logits():
             lambda h: h @ head,
             LossConfig(slice_blocks=4),
         )
-        return losses.total(sums, LossConfig())
+        return losses.total(sums)
 
     text = str(jax.make_jaxpr(jax.grad(value, argnums=(0, 1)))(state, jnp.ones((1, blocks, 7, 16))))
     assert f"4,7,{vocab}]" in text

@@ -129,7 +129,7 @@ def test_terms_and_metrics(case, slice_blocks):
     for name, value in (("ce", found.ce), ("l1", found.l1), ("confidence", found.confidence)):
         np.testing.assert_allclose(value, case.want[f"term.{name}_loss_num"], rtol=1e-5)
         np.testing.assert_allclose(found.weight, case.want[f"term.{name}_loss_den"], rtol=1e-5)
-    logged = losses.metrics(found, config)
+    logged = losses.metrics(found)
     for name in ("loss", "ce_loss", "l1_loss", "confidence_loss", "tau_probabilistic"):
         np.testing.assert_allclose(logged[name], case.want[f"metric.{name}"], rtol=1e-5)
     for k in range(7):

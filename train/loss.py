@@ -8,14 +8,19 @@ section 3.3; DeepSpec ``modeling/dspark/loss``):
 
 Each term is ``sum_k w_k m_k x_k / sum_k w_k m_k`` with ``w_k = exp(-k / decay)`` over all blocks of the batch: terms
 travel as (sum, count) pairs, so that devices and micro-batches add up before they divide.
+
+Logits exist for one slice of the blocks at a time. Under differentiation a slice's gradients are taken as soon as its
+logits are there, so that no product with the vocabulary is done twice (as in Liger Kernel, arXiv 2410.10989).
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from ready_jax.configs.drafter_training import LossConfig
@@ -28,11 +33,14 @@ from ready_jax.train.features import cast
 class Sums:
     """Sums over the blocks of a batch; ``ratio`` and ``metrics`` divide them.
 
-    Weighted by decay: ``ce``, ``l1``, ``confidence`` and their common denominator ``weight``. Per slot and unweighted:
+    ``objective`` is what is minimised, ``ce``, ``l1`` and ``confidence`` times their weights in the configuration: the
+    one field of what ``sums`` returns that has a gradient. Weighted by decay: the three and their common denominator
+    ``weight``. Per slot and unweighted:
     ``overlap_P``, ``top1_P`` (the draft's argmax is the target's), ``right_P`` (it is the label), ``count_P``.
     ``tau``: sum over blocks of 1 + the expected accepted proposals; ``blocks``: how many have a supervised slot.
     """
 
+    objective: Float[Array, ""]
     ce: Float[Array, ""]
     l1: Float[Array, ""]
     confidence: Float[Array, ""]
@@ -56,16 +64,21 @@ def slot_weights(block_size: int, decay: float):
 
 
 def draft_logits(markov, hidden_NPD, latent_NPR, unembed):
-    """Teacher-forced corrected logits [N, P, V], fp32: base logits plus the Markov bias."""
-    base_NPV = unembed(hidden_NPD)
-    return base_NPV if latent_NPR is None else base_NPV + markov.bias(latent_NPR)
+    """Teacher-forced corrected logits [N, P, V], fp32: base logits plus the Markov bias.
+
+    With bf16 hidden states the gradient's products are bf16 too: their fp32 cotangents would make them TF32.
+    """
+    is_bf16 = hidden_NPD.dtype == jnp.bfloat16
+    with jax.default_matmul_precision("BF16_BF16_F32") if is_bf16 else nullcontext():
+        base_NPV = unembed(hidden_NPD)
+        return base_NPV if latent_NPR is None else base_NPV + markov.bias(latent_NPR)
 
 
-def block_sums(logits_NPV, teacher_NPV, token_NP, mask_NP, confidence_NP, decay: float) -> Sums:
+def block_sums(logits_NPV, teacher_NPV, token_NP, mask_NP, confidence_NP, config: LossConfig) -> Sums:
     """All sums of a slice of blocks; ``confidence_NP`` are logits, or None without that head."""
     teacher_NPV = jax.lax.stop_gradient(teacher_NPV)
     mask = mask_NP.astype(jnp.float32)
-    weight = mask * slot_weights(mask.shape[1], decay)[None]
+    weight = mask * slot_weights(mask.shape[1], config.decay)[None]
     lse_NP1 = jax.nn.logsumexp(logits_NPV, axis=-1, keepdims=True)
     ce_NP = (lse_NP1 - jnp.take_along_axis(logits_NPV, token_NP[..., None], axis=-1))[..., 0]
     l1_NP = jnp.sum(jnp.abs(jnp.exp(logits_NPV - lse_NP1) - jax.nn.softmax(teacher_NPV, axis=-1)), axis=-1)
@@ -74,10 +87,12 @@ def block_sums(logits_NPV, teacher_NPV, token_NP, mask_NP, confidence_NP, decay:
     if confidence_NP is not None:
         bce_NP = jax.nn.softplus(confidence_NP) - overlap_NP * confidence_NP
         confidence = jnp.sum(weight * bce_NP)
+    ce, l1 = jnp.sum(weight * ce_NP), jnp.sum(weight * l1_NP)
     best_NP = jnp.argmax(logits_NPV, axis=-1)
     return Sums(
-        ce=jnp.sum(weight * ce_NP),
-        l1=jnp.sum(weight * l1_NP),
+        objective=config.ce * ce + config.l1 * l1 + config.confidence * confidence,
+        ce=ce,
+        l1=l1,
         confidence=confidence,
         weight=jnp.sum(weight),
         overlap_P=jnp.sum(mask * overlap_NP, axis=0),
@@ -111,7 +126,7 @@ def sums(
     dtype=None,
 ) -> Sums:
     """Sums over all blocks; logits exist for about ``config.slice_blocks`` blocks at a time (at least one of every
-    row) and are recomputed backward.
+    row). Only ``objective`` has a gradient: in ``hidden_BAPD`` and the drafter's heads, not in either ``unembed``.
 
     ``teacher_BTD``: the target's final-normed hidden states; ``unembed`` makes fp32 logits of both, or of the draft
     alone beside ``teacher_unembed``. ``dtype``: the type to compute in, where the drafter holds masters.
@@ -133,36 +148,79 @@ def sums(
     if outer.confidence is not None:
         confidence = blockwise(outer.confidence(flat_NPD, embed_NPR))
 
-    @jax.checkpoint
-    def add(markov, so_far: Sums, inputs):
-        inputs = jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), inputs)
-        hidden_NPD, latent_NPR, teacher_NPD, token_NP, mask_NP, confidence_NP = inputs
-        logits_NPV = draft_logits(cast(markov, dtype), hidden_NPD, latent_NPR, unembed)
-        more = block_sums(logits_NPV, teacher_unembed(teacher_NPD), token_NP, mask_NP, confidence_NP, config.decay)
+    size = min(max(config.slice_blocks // batch, 1), count)
+    moved = jax.tree.map(lambda x: _slices(x, size), (hidden_BAPD, latent, confidence))
+    fixed = jax.tree.map(lambda x: _slices(x, size), (teacher_BAPD, labels.token_BAP, labels.mask_BAP))
+    weights, structure = jax.tree.flatten(drafter.markov)
+
+    def slice_sums(weights, moved, fixed) -> dict[str, Array]:
+        moved, fixed = jax.tree.map(lambda x: x.reshape((-1,) + x.shape[2:]), (moved, fixed))
+        (hidden_NPD, latent_NPR, confidence_NP), (teacher_NPD, token_NP, mask_NP) = moved, fixed
+        markov = cast(jax.tree.unflatten(structure, weights), dtype)
+        logits_NPV = draft_logits(markov, hidden_NPD, latent_NPR, unembed)
+        return vars(block_sums(logits_NPV, teacher_unembed(teacher_NPD), token_NP, mask_NP, confidence_NP, config))
+
+    return Sums(**_scanned(slice_sums, weights, moved, fixed))
+
+
+def _scanned(slice_sums, weights, moved, fixed) -> dict[str, Array]:
+    """``slice_sums(weights, moved, fixed)`` added up over the leading axis of ``moved`` and ``fixed``.
+
+    Under differentiation every slice also gives the gradient of its objective, in those of ``weights`` and ``moved``
+    that somebody asks for; what comes back later is a scalar factor.
+    """
+    first_moved, first_fixed = jax.tree.map(lambda x: x[0], (moved, fixed))
+    nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(slice_sums, weights, first_moved, first_fixed))
+
+    def add(so_far, more):
         return jax.tree.map(jnp.add, so_far, more)
 
-    size = min(max(config.slice_blocks // batch, 1), count)
-    inputs = (hidden_BAPD, latent, teacher_BAPD, labels.token_BAP, labels.mask_BAP, confidence)
-    zero, zero_P = jnp.zeros(()), jnp.zeros((block_size,))
-    nothing = Sums(zero, zero, zero, zero, zero_P, zero_P, zero_P, zero_P, zero, zero)
-    sliced = jax.tree.map(lambda x: _slices(x, size), inputs)
-    return jax.lax.scan(lambda so_far, some: (add(drafter.markov, so_far, some), None), nothing, sliced)[0]
+    def forward_only(weights, moved, fixed):
+        one = lambda found, some: (add(found, slice_sums(weights, *some)), None)  # noqa: E731
+        return jax.lax.scan(one, nothing, (moved, fixed))[0]
+
+    def forward(*arguments):
+        weights, moved, fixed = jax.tree.map(lambda x: x.value, arguments)
+        asked = jax.tree.map(lambda x: x.perturbed, arguments[:2])
+
+        def chosen(values):
+            return jax.tree.map(lambda asked, x: x if asked else None, asked, values)
+
+        def one(carry, some):
+            whole = (weights, some[0])
+
+            def objective(learned):
+                back = jax.tree.map(lambda x, y: y if x is None else x, learned, whole, is_leaf=lambda x: x is None)
+                found = slice_sums(*back, some[1])
+                return found["objective"], found
+
+            (_, found), (slope, slopes) = jax.value_and_grad(objective, has_aux=True)(chosen(whole))
+            return add(carry, (found, slope)), slopes
+
+        start = (nothing, jax.tree.map(jnp.zeros_like, chosen((weights, moved))[0]))
+        (found, slope), slopes = jax.lax.scan(one, start, (moved, fixed))
+        return found, (slope, slopes)
+
+    def backward(slopes, cotangent):
+        scale = cotangent["objective"]
+        if isinstance(scale, SymbolicZero):
+            return None, None, None
+        return *jax.tree.map(lambda x: (scale * x).astype(x.dtype), slopes), None
+
+    scanned = jax.custom_vjp(forward_only)
+    scanned.defvjp(forward, backward, symbolic_zeros=True)
+    return scanned(weights, moved, fixed)
 
 
-def terms(found: Sums, config: LossConfig):
-    """The weighted sum of the three terms, not divided: what devices and micro-batches add up."""
-    return config.ce * found.ce + config.l1 * found.l1 + config.confidence * found.confidence
+def total(found: Sums):
+    """The scalar that is minimised: the weighted terms over their denominator."""
+    return ratio(found.objective, found.weight)
 
 
-def total(found: Sums, config: LossConfig):
-    """The scalar that is minimised: each term over its own denominator, weighted."""
-    return ratio(terms(found, config), found.weight)
-
-
-def metrics(found: Sums, config: LossConfig) -> dict[str, Array]:
+def metrics(found: Sums) -> dict[str, Array]:
     """What a log line shows; ``@k`` counts slots from 1."""
     out = {
-        "loss": total(found, config),
+        "loss": total(found),
         "ce_loss": ratio(found.ce, found.weight),
         "l1_loss": ratio(found.l1, found.weight),
         "confidence_loss": ratio(found.confidence, found.weight),

@@ -167,7 +167,7 @@ def draft_sums(
 def draft_loss(drafter, found: Features, anchors: Anchors, token_BT, mask_BT, segment_BT, embed, unembed, config):
     """Scalar loss and its sums for given anchors; differentiable in the drafter's leaves."""
     sums = draft_sums(drafter, found, anchors, token_BT, mask_BT, segment_BT, embed, unembed, config)
-    return losses.total(sums, config), sums
+    return losses.total(sums), sums
 
 
 def update(state: TrainState, gradients, sums: losses.Sums, optimizer) -> tuple[TrainState, Array]:
@@ -234,7 +234,7 @@ def make_step(
                     frozen.whole(masters), found, anchors, token_BT, mask_BT, segment_BT,
                     target.embed, target.unembed, loss_config, group=group, dtype=frozen.dtype,
                 )  # fmt: skip
-                return losses.terms(sums, loss_config), sums
+                return sums.objective, sums
 
             (_, sums), gradients = jax.value_and_grad(objective, has_aux=True)(state.masters)
             return sums, gradients
@@ -251,7 +251,7 @@ def make_step(
         state, norm = update(state, gradients, sums, optimizer)
         supervised = jnp.sum(mask_BT, dtype=jnp.float32) / jnp.maximum(jnp.sum(segment_BT > 0, dtype=jnp.float32), 1)
         counted = {"grad_norm": norm, "supervised": supervised, "streak": state.streak}
-        return state, losses.metrics(sums, loss_config) | counted
+        return state, losses.metrics(sums) | counted
 
     return jax.jit(step, donate_argnums=0)
 

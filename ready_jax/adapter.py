@@ -111,7 +111,8 @@ def origin(source: str | Path, revision: str | None, resolve) -> tuple[str, Path
 
 
 def scan_adapter(folder: Path, raw: dict[str, Any], base: Path) -> Scan:
-    """The base's tensors and the reader's. CheckpointError if the base is not the one it was trained on."""
+    """The base's tensors, and the adapter's reader in place of one that the base has. CheckpointError if the base is
+    not the one it was trained on."""
     found = scan(base)
     if BASE in read_json(base / CONFIG):
         raise CheckpointError(f"{folder}: its base {base} is an adapter itself, needed a complete drafter")
@@ -121,9 +122,11 @@ def scan_adapter(folder: Path, raw: dict[str, Any], base: Path) -> Scan:
     if not path.is_file():
         return found
     try:
-        return Scan((*found.tensors, *read_header(path)), found.problems, found.lost)
+        own = read_header(path)
     except ValueError as error:
         return Scan(found.tensors, (*found.problems, f"{path}: {error}"), found.lost)
+    keys = {tensor.key for tensor in own}
+    return Scan((*(x for x in found.tensors if x.key not in keys), *own), found.problems, found.lost)
 
 
 def attach_stored(drafter: Drafter, folder: Path, dtype: Any) -> Drafter:

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from ready_jax.pytree import register
 
-@jax.tree_util.register_dataclass
+
+@register
 @dataclass(frozen=True)
 class Anchors:
     """``A`` slots per row, sorted; spare slots (``keep_BA`` false) stand at position 0 and count for nothing."""

@@ -7,6 +7,7 @@ process of several finds the same.
 from __future__ import annotations
 
 import glob
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from ready_jax.configs.drafter_training import Recipe
-from ready_jax.train.anchors import usable
 from ready_jax.train.corpus import Corpus, Packed, pack, read_corpus, read_shard, write_corpus
 from ready_jax.train.regenerate import digest, regenerate
 
@@ -61,7 +61,9 @@ def rows_for(target, recipe: Recipe, *, log=print) -> tuple[Packed, Corpus | Non
         answers = tokens_for(target, recipe, log=log)
         packed = pack(answers, recipe.rows.length, recipe.rows.seed)
         record = {"answers": answers.info, "tokens_sha256": digest(answers)}
-    usable_B = np.array([np.any(usable(m[None], s[None])) for m, s in zip(packed[1], packed[2], strict=True)], bool)
+    mask_BT, segment_BT = packed.mask_BT, packed.segment_BT
+    pair_BT = mask_BT[:, :-1] & mask_BT[:, 1:] & (segment_BT[:, :-1] == segment_BT[:, 1:]) & (segment_BT[:, :-1] > 0)
+    usable_B = pair_BT.any(axis=1)  # `anchors.usable`, on the host
     supervised = float(packed.mask_BT.sum() / max((packed.segment_BT > 0).sum(), 1))
     log(
         f"{len(packed.token_BT)} rows of {packed.token_BT.shape[1]} tokens, {supervised:.1%} supervised, "
@@ -69,7 +71,19 @@ def rows_for(target, recipe: Recipe, *, log=print) -> tuple[Packed, Corpus | Non
     )
     if not usable_B.any():
         raise ValueError("no row has two supervised tokens in a row: nothing would be learned (is the mask empty?)")
-    return packed, answers, record | {"rows": len(packed.token_BT), "supervised": supervised}
+    highest, vocabulary = int(packed.token_BT.max()), target.config.vocab_size
+    if highest >= vocabulary:
+        raise ValueError(f"a row holds token {highest}, the target knows {vocabulary}: another tokenizer made them")
+    record |= {"rows": len(packed.token_BT), "supervised": supervised}
+    return packed, answers, record | {"rows_sha256": packed_digest(packed)}
+
+
+def packed_digest(packed: Packed) -> str:
+    """A hash of rows, which a resumed run must find again."""
+    found = hashlib.sha256(repr([(x.shape, x.dtype.str) for x in packed]).encode())
+    for array in packed:
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
 
 
 class Stream:
@@ -86,6 +100,8 @@ class Stream:
             )
         if first % size:
             raise ValueError(f"rows.first={first} must be a multiple of the batch of {size}")
+        if mesh is not None and size % mesh.size:
+            raise ValueError(f"rows.batch={size} must be a multiple of {mesh.size}: each device takes as many rows")
         self._arrays = tuple(packed)
         self._size, self._seed, self._first = size, seed, first // size
         self._per_epoch = rows // size

@@ -55,6 +55,13 @@ def filled(anchors: Anchors) -> Int[Array, "B A"]:
     return jnp.where(anchors.keep_BA, anchors.position_BA, jnp.take_along_axis(anchors.position_BA, slot_BA, axis=1))
 
 
+def prefixes(position_BA: Int[Array, "B A"], segment_BT: Int[Array, "B T"]) -> Int[Array, "B A"]:
+    """After how many tokens of a row an anchor's state is that of its own segment: none of them, where the segment
+    begins with the anchor, and the row's last state is still another segment's."""
+    before_BA = jnp.take_along_axis(segment_BT, jnp.maximum(position_BA - 1, 0), axis=1)
+    return jnp.where(before_BA == jnp.take_along_axis(segment_BT, position_BA, axis=1), position_BA, 0)
+
+
 def features(
     target,
     drafter_config,
@@ -76,7 +83,7 @@ def features(
         token_BT,
         segment_BT,
         taps=drafter_config.taps,
-        states_at_BA=filled(anchors) if layers else None,
+        states_at_BA=prefixes(filled(anchors), segment_BT) if layers else None,
         state_layers=layers,
         precision=precision,
     )

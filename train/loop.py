@@ -31,9 +31,9 @@ from ready_jax.train import step as steps
 from ready_jax.train.batches import Stream, rows_for, with_length
 from ready_jax.train.diagnose import bad_rows
 from ready_jax.train.features import cast
-from ready_jax.train.mesh import join_processes, make_mesh, on_host, placed, traced_for
-from ready_jax.train.run_state import RunState, check_same, flat_config
-from ready_jax.train.show import Show
+from ready_jax.train.mesh import gathered, join_processes, make_mesh, placed, placement, traced_for
+from ready_jax.train.run_state import RunState, check_same, flat_config, same_folder
+from ready_jax.train.show import METRICS, Show
 
 #: Steps that may be under way before the counters of the oldest are read.
 LAG = 2
@@ -71,6 +71,7 @@ class Run:
     mesh: Any
     heldout: dict[str, list]
     config: Any  # of the drafter
+    identity: dict[str, Any]  # what a resumed run must agree on
     history: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     recent: list[dict[str, Any]] = field(default_factory=list)
@@ -84,6 +85,7 @@ class Run:
         step = steps.make_step(
             self.config, optimizer, recipe.loss, num_anchors=recipe.rows.anchors,
             seed=recipe.rows.seed, accumulate=recipe.optimizer.accumulate, group=recipe.rows.group,
+            placement=placement(self.state, self.mesh),
         )  # fmt: skip
         under_way: deque[tuple[int, Any]] = deque()
         begun, first = time.perf_counter(), True
@@ -125,22 +127,33 @@ class Run:
         streak = int(streak)
         if not streak:
             return
-        index = self.stream.index(number - 1)
-        batch = self.stream.batch(number - 1)
-        bad, terms = bad_rows(self.recipe, self.frozen.whole(self.state.masters), self.target, batch, number - 1)
+        index, batch = self.stream.index(number - 1), self.stream.batch(number - 1)
+        with traced_for(self.mesh):
+            bad, terms = bad_rows(
+                self.recipe, self.frozen.whole(self.state.masters), self.target, batch, number - 1, self.mesh
+            )
+        rows = index[bad].tolist() or index.tolist()
         self.show.line(
             f"step {number}: loss or gradient is not finite, the step was skipped ({streak} in a row); "
-            f"rows {index[bad].tolist() or index.tolist()} of the data; {terms}"
+            f"rows {rows} of the data; {terms}"
         )
         if streak >= self.recipe.optimizer.max_nonfinite:
             raise NonFiniteError(
-                f"{streak} steps in a row up to step {number} were not finite, the last on rows {index.tolist()}; "
-                f"{self.store.folder} holds the last saved state"
+                f"{streak} steps in a row up to step {number} were not finite, the last on rows {rows}; "
+                f"{self.store.folder} holds what was saved before"
             )
 
+    def read_recent(self) -> list[dict[str, float]]:
+        """Metrics of the steps since the last log line, as numbers."""
+        self.recent = [{name: float(x) for name, x in one.items()} for one in jax.device_get(self.recent)]
+        return self.recent
+
     def log_line(self, number: int) -> float:
-        recipe, read = self.recipe, jax.device_get(self.recent)
-        line = {name: float(np.mean([entry[name] for entry in read])) for name in read[0] if name != "streak"}
+        """Means over the steps since the last line that changed something, and totals of those that did not."""
+        recipe, read = self.recipe, self.read_recent()
+        useful = [one for one in read if one["anchors"] and not one["streak"]] or read
+        line = {name: float(np.mean([one[name] for one in useful])) for name in read[0] if name != "streak"}
+        line |= self.counters()
         seconds = self.busy / self.timed if self.timed else float("nan")
         rows = recipe.rows.batch
         flops = estimate.row_flops(self.target.config, self.config, recipe).total * rows
@@ -165,9 +178,8 @@ class Run:
         )
         return line["loss"]
 
-    def drafter(self):
-        """The drafter as it stands, in the compute type, on this process's devices."""
-        return self.frozen.drafter(on_host(self.state.masters, self.mesh))
+    def counters(self) -> dict[str, int]:
+        return {name: int(getattr(self.state, name)) for name in ("skipped", "nonfinite")}
 
     def measure(self, number: int) -> float | None:
         """Real greedy acceptance over the held-out prompts, logged beside the loss; the mean over sets."""
@@ -192,7 +204,8 @@ class Run:
         return score
 
     def save(self, score: float | None = None) -> None:
-        self.store.save(self.state, {"config": flat_config(self.recipe)}, score)
+        recent = list(self.read_recent())  # a list of its own: it is written while steps go on
+        self.store.save(self.state, {"config": self.identity, "recent": recent}, score)
 
 
 def run(recipe: Recipe, *, target=None, log=print) -> RunResult:
@@ -211,8 +224,10 @@ def run(recipe: Recipe, *, target=None, log=print) -> RunResult:
         target = placed(target, mesh)
     drafter = warm_start.starting_drafter(recipe, target.config)
     estimate.check_disk(out, estimate.run_bytes(drafter, recipe), "this run's states and exports")
-    packed, answers, data = rows_for(target, recipe, log=log)
+    with traced_for(mesh):
+        packed, answers, data = rows_for(target, recipe, log=log)
     recipe = with_length(recipe, packed)
+    identity = flat_config(recipe) | {"rows_sha256": data["rows_sha256"]}
     stream = Stream(packed, recipe.rows.batch, recipe.rows.seed, recipe.rows.first, mesh)
     if files.bigram and answers is not None and jax.process_index() == 0:
         table = Bigram.count([answers.document(i) for i in range(len(answers))], target.config.vocab_size)
@@ -227,28 +242,38 @@ def run(recipe: Recipe, *, target=None, log=print) -> RunResult:
     del drafter
     state, frozen = placed(state, mesh), placed(frozen, mesh)
     store = RunState(out / "state", recipe.log.keep)
+    recent = []
     if resume is not None:
-        source = store if resume == out else RunState(resume / "state")
+        source = store if same_folder(resume, out) else RunState(resume / "state")
+        check_same(identity, source.record()["config"], str(resume))
         state, stored = source.restore(state)
-        check_same(recipe, stored["config"], str(resume))
+        recent = stored["recent"]
+        if source is not store:
+            source.close()
+            store.best_score = source.best_score
         log(f"resuming {resume} after step {int(state.step)}")
     shape = acceptance.Shape(recipe.evaluate.batch, recipe.evaluate.prompt_tokens, recipe.evaluate.new_tokens)
     sources = [Path(name) if name else None for name in (recipe.evaluate.prompts, recipe.evaluate.heldout)]
     heldout = {}
     if recipe.evaluate.every:
         heldout = acceptance.prompt_sets(sources[0], sources[1], shape, recipe.evaluate.max_samples)[0]
-    show = Show(recipe, out, int(state.step), log=log)
-    work = Run(recipe, target, stream, frozen, state, store, show, mesh, heldout, config)
+    show = Show(recipe, out, int(state.step), (resume or out) / METRICS, log=log)
+    history = [line for line in show.before if "loss" in line]
+    evaluations = [{"step": line["step"]} | line["heldout"] for line in show.before if "heldout" in line]
+    work = Run(
+        recipe, target, stream, frozen, state, store, show, mesh, heldout, config, identity, history, evaluations,
+        recent,
+    )  # fmt: skip
     try:
         work.train()
         work.save()
     finally:
         show.close()
         store.close()
-    trained = work.drafter()
-    counters = {name: int(getattr(work.state, name)) for name in ("skipped", "nonfinite")}
+    masters, frozen = gathered((work.state.masters, work.frozen), mesh)
+    trained, counters = frozen.drafter(masters), work.counters()
     if jax.process_index() == 0:
-        export(work, out)
+        export(recipe, frozen.whole(masters), target.dtype, out, log=log)
         record = provenance.conditions() | {"config": asdict(recipe), "log": work.history} | data | counters
         record |= {
             "evaluations": work.evaluations,
@@ -270,36 +295,35 @@ def resumed(recipe: Recipe) -> Path | None:
     there = RunState.exists(out / "state")
     if wanted == "auto":
         wanted = str(out) if there else ""
+    if there and not (wanted and same_folder(wanted, out)):
+        raise ValueError(
+            f"{out} holds a run already: files.resume_from={out} (or auto) goes on with it, "
+            "another files.out starts anew"
+        )
     if not wanted:
-        if there:
-            raise ValueError(
-                f"{out} holds a run already: files.resume_from={out} (or auto) goes on with it, "
-                "another files.out starts anew"
-            )
         return None
     if not RunState.exists(Path(wanted) / "state"):
         raise ValueError(f"files.resume_from={wanted}: there is no saved state of a run")
     store = RunState(Path(wanted) / "state")
-    record = store.record()
+    stored = store.record()["config"]
     store.close()
-    if record is not None and not recipe.files.shards:  # with shards the row length is known only later
-        check_same(recipe, record["config"], wanted)
+    known = flat_config(recipe)
+    late = {"rows_sha256"} | ({"rows.length"} if recipe.files.shards else set())  # known once rows have been read
+    check_same(known | {name: stored[name] for name in late}, stored, wanted)
     return Path(wanted)
 
 
-def export(work: Run, out: Path) -> None:
-    """Write the trained drafter as Hugging Face folders."""
-    files, masters = work.recipe.files, on_host(work.state.masters, work.mesh)
-    whole = work.frozen.whole(masters)
-    merged = cast(lora.merge(whole), work.frozen.dtype)
-    if "drafter" in work.recipe.adapt.trains:
+def export(recipe: Recipe, whole, dtype, out: Path, *, log=print) -> None:
+    """Write the trained drafter, fp32 where it trained, as Hugging Face folders."""
+    files, merged = recipe.files, cast(lora.merge(whole), dtype)
+    if "drafter" in recipe.adapt.trains:
         checkpoint.save_pretrained(merged, out / "dspark")
-        work.show.line(f"saved {out / 'dspark'}")
+        log(f"saved {out / 'dspark'}")
         return
     base, folder, revision = adapter.origin(files.from_pretrained, files.revision or None, checkpoint.resolve)
     adapter.save_adapter(whole, out / "adapter", base=base, base_folder=folder, revision=revision)
     checkpoint.save_pretrained(merged, out / "merged")
-    work.show.line(f"saved {out / 'adapter'} and {out / 'merged'}")
+    log(f"saved {out / 'adapter'} and {out / 'merged'}")
 
 
 def dry_run(recipe: Recipe, kind: str | None = None) -> list[str]:

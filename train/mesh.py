@@ -40,6 +40,11 @@ def placed(tree, mesh: Mesh | None):
     return tree if mesh is None else sharding.place(tree, mesh)
 
 
+def placement(tree, mesh: Mesh | None):
+    """The shardings of a tree's arrays, which a program that replaces them keeps; None without a mesh."""
+    return None if mesh is None else jax.tree.map(lambda x: x.sharding, tree)
+
+
 @contextmanager
 def traced_for(mesh: Mesh | None):
     """Programs called inside are traced for operands that are spread over the mesh."""
@@ -60,8 +65,9 @@ def join_processes(coordinator: str, count: int, index: int) -> None:
     jax.distributed.initialize(coordinator, count, index)
 
 
-def on_host(tree, mesh: Mesh | None):
-    """Arrays that this process can read whole, wherever they were split."""
+def gathered(tree, mesh: Mesh | None):
+    """The arrays whole on one device of this process, wherever they were split; every process must call it."""
     if mesh is None:
         return tree
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
+    return jax.tree.map(lambda x: x.addressable_data(0), whole)

@@ -47,9 +47,8 @@ def flat_config(recipe: Recipe) -> dict[str, Any]:
     return flat
 
 
-def check_same(recipe: Recipe, stored: dict[str, Any], where: str) -> None:
-    """ValueError that shows both values of every field in which the recipe differs from the run's own."""
-    now = flat_config(recipe)
+def check_same(now: dict[str, Any], stored: dict[str, Any], where: str) -> None:
+    """ValueError that shows both values of every field in which a flat configuration differs from the run's own."""
     differ = [
         f"{name}: the run has {stored.get(name)!r}, this configuration {now.get(name)!r}"
         for name in sorted(now.keys() | stored.keys())
@@ -60,6 +59,10 @@ def check_same(recipe: Recipe, stored: dict[str, Any], where: str) -> None:
             f"{where} was trained with another configuration: " + "; ".join(differ) + ". To start a new run from its "
             "weights, set files.from_pretrained instead of files.resume_from"
         )
+
+
+def same_folder(a: str | Path, b: str | Path) -> bool:
+    return Path(a).resolve() == Path(b).resolve()
 
 
 class RunState:
@@ -84,18 +87,16 @@ class RunState:
             self.best_score = score
         record = record | {"best_score": self.best_score}
         params, rest = named(state.masters), _rest(state)
+        if better and self._best.latest() != step:  # a killed run may have got as far as this
+            self._best.save(step, params, rest, record)
+            self._best.latest()  # written before the record that knows its score
         if self._latest.latest() != step:
             self._latest.save(step, params, rest, record)
-        if better:
-            self._best.save(step, params, rest, record)
 
     def restore(self, like: TrainState, which: str = "latest") -> tuple[TrainState, dict[str, Any]]:
         """(state placed as ``like``, the record saved with it). FileNotFoundError without a finished save."""
         store = self._latest if which == "latest" else self._best
-        step = store.latest()
-        if step is None:
-            raise FileNotFoundError(f"{self.folder / which} holds no finished save of a run")
-        masters, rest, record = store.restore(step, named(like.masters), _rest(like))
+        masters, rest, record = store.restore(self._finished(store), named(like.masters), _rest(like))
         self.best_score = record.get("best_score")
         masters = jax.tree.unflatten(jax.tree.structure(like.masters), [masters[name] for name in named(like.masters)])
         moments = {name.removeprefix("optimizer."): x for name, x in rest.items() if name.startswith("optimizer.")}
@@ -105,10 +106,15 @@ class RunState:
         counters = {name: rest[name] for name in COUNTERS}
         return TrainState(**counters, masters=masters, optimizer=optimizer), record
 
-    def record(self) -> dict[str, Any] | None:
-        """What was saved beside the latest state; None without one."""
-        step = self._latest.latest()
-        return None if step is None else self._latest.run(step)
+    def record(self) -> dict[str, Any]:
+        """What was saved beside the latest state. FileNotFoundError without one."""
+        return self._latest.run(self._finished(self._latest))
+
+    def _finished(self, store: Store) -> int:
+        step = store.latest()
+        if step is None:
+            raise FileNotFoundError(f"{self.folder} holds no finished save of a run")
+        return step
 
     def close(self) -> None:
         """Wait until everything is on disk."""

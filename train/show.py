@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import time
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,39 +30,40 @@ def scalars(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
-def cut_after(path: Path, step: int) -> None:
-    """Drop the lines of a metrics file that belong to later steps than ``step``, and a half-written last one."""
-    if not path.is_file():
-        return
+def cut_after(source: Path, path: Path, step: int) -> list[dict[str, Any]]:
+    """Copy the records of steps up to ``step``, without a half-written last line; they are returned too."""
     kept = []
-    for line in path.read_text().splitlines():
+    for line in source.read_text().splitlines() if source.is_file() else ():
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError):
+            record = json.loads(line)
+        except ValueError:
             continue
+        if record["step"] <= step:
+            kept.append(record)
     part = path.with_suffix(".part")
-    part.write_text("".join(f"{line}\n" for line in kept))
+    part.write_text("".join(f"{json.dumps(record)}\n" for record in kept))
     part.replace(path)
+    return kept
 
 
 class Show:
-    """Writers of one run; only the first process writes. ``log`` prints a line above the bar."""
+    """Writers of one run; only the first process writes. ``log`` prints a line above the bar.
 
-    def __init__(self, recipe: Recipe, out: Path, start: int, *, log):
-        self._log, self._steps, self._start = log, recipe.optimizer.steps, start
-        self._writes = jax.process_index() == 0
-        self._begun = time.perf_counter()
+    ``before``: the records of the run up to step ``start``, which ``source`` holds.
+    """
+
+    def __init__(self, recipe: Recipe, out: Path, start: int, source: Path, *, log):
+        self._log, self._writes = log, jax.process_index() == 0
         self._board = self._wandb = self._file = None
-        self.bar = tqdm(
-            total=self._steps, initial=start, unit="step", disable=not (self._writes and recipe.log.progress) or None
-        )
+        self.before: list[dict[str, Any]] = []
+        steps, shown = recipe.optimizer.steps, self._writes and recipe.log.progress
+        self.bar = tqdm(total=steps, initial=start, unit="step", disable=None if shown else True)
         if not self._writes:
             return
-        cut_after(out / METRICS, start)
+        self.before = cut_after(source, out / METRICS, start)
         self._file = (out / METRICS).open("a")
         if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            log("TensorBoard is off: it is not installed (pip install 'ready-jax[train]')")
+            log("TensorBoard is off: it is not installed (pip install tensorboard)")
         elif recipe.log.tensorboard:
             from tensorboard.summary import Writer  # pyright: ignore[reportMissingImports]  optional
 
@@ -73,9 +74,10 @@ class Show:
             self._wandb = wandb.init(project=recipe.log.wandb, config=asdict(recipe), dir=str(out), resume="allow")
 
     def __call__(self, step: int, values: dict[str, Any]) -> None:
-        """Write a record of a step everywhere."""
+        """Write a record of a step everywhere; a number that is not finite is null in JSON."""
         if not self._writes or self._file is None:
             return
+        values = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in values.items()}
         self._file.write(json.dumps({"step": step} | values) + "\n")
         self._file.flush()
         numbers = scalars(values)
@@ -93,11 +95,6 @@ class Show:
         self.bar.update(step - self.bar.n)
         if loss is not None:
             self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-
-    def eta(self, step: int) -> float:
-        """Seconds to go at the pace since the start."""
-        done = max(step - self._start, 1)
-        return (time.perf_counter() - self._begun) / done * (self._steps - step)
 
     def close(self) -> None:
         self.bar.close()

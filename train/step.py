@@ -8,7 +8,7 @@ moments and schedule included) and is counted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxtyping import Array, Int
 
 from ready_jax.configs.drafter_training import LossConfig, OptimizerConfig
 from ready_jax.lora import LoraParam
+from ready_jax.pytree import register
 from ready_jax.train import loss as losses
 from ready_jax.train.anchors import Anchors, block_labels, sample_anchors, step_key
 from ready_jax.train.features import Features, block_hidden, cast, features
@@ -50,7 +51,7 @@ def trained_filter(parts: tuple[str, ...]):
 COUNTERS = ("step", "skipped", "nonfinite", "streak")
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclass(frozen=True)
 class TrainState:
     """What a step replaces, and returns first: on CUDA, jax 0.11.2 misreads a donated state returned after others.
@@ -199,6 +200,12 @@ def update(state: TrainState, gradients, sums: losses.Sums, optimizer) -> tuple[
     )
 
 
+def no_sums(block_size: int) -> losses.Sums:
+    """The sums of no blocks: what micro-batches add up from."""
+    shapes = {x.name: (block_size,) if x.name.endswith("_P") else () for x in fields(losses.Sums)}
+    return losses.Sums(**{name: jnp.zeros(shape) for name, shape in shapes.items()})
+
+
 def micro_batches(x, parts: int):
     """[B, ...] -> [parts, B / parts, ...]: part k takes rows k, k + parts, ..., so that rows that are spread over
     devices stay where they are."""
@@ -214,11 +221,13 @@ def make_step(
     seed: int,
     accumulate: int = 1,
     group: int = 0,
+    placement=None,
 ):
     """``step(state, frozen, target, token_BT, mask_BT, segment_BT) -> (state, metrics)``, jitted; state is donated.
 
     ``accumulate`` micro-batches pass one after another, target included; their (sum, count) pairs add up before
-    anything is divided, so that the step is that of the whole batch.
+    anything is divided, so that the step is that of the whole batch. ``placement``: the state's shardings, which it
+    keeps (left to the compiler, the second step would be another program).
     """
 
     def step(state: TrainState, frozen: Frozen, target, token_BT, mask_BT, segment_BT):
@@ -244,7 +253,7 @@ def make_step(
             sums, gradients = one(*batch)
         else:
             parts = jax.tree.map(lambda x: micro_batches(x, accumulate), batch)
-            nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: one(*jax.tree.map(lambda x: x[0], parts))))
+            nothing = no_sums(drafter_config.block_size), jax.tree.map(jnp.zeros_like, state.masters)
             add = lambda so_far, part: (jax.tree.map(jnp.add, so_far, one(*part)), None)  # noqa: E731
             (sums, gradients), _ = jax.lax.scan(add, nothing, parts)
         gradients = jax.tree.map(lambda x: losses.ratio(x, sums.weight), gradients)
@@ -253,7 +262,7 @@ def make_step(
         counted = {"grad_norm": norm, "supervised": supervised, "streak": state.streak}
         return state, losses.metrics(sums) | counted
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, out_shardings=(placement, None))
 
 
 def export_drafter(state: TrainState, frozen: Frozen):

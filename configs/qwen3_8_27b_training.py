@@ -2,8 +2,9 @@
 
 Data: answers of the target, thinking on, to the prompts of `mlabonne/open-perfectblend`. `TOKENS` is a corpus of them
 (`train.samples.read_samples` reads the hub's rows, `train.encode` renders, `train.corpus.write_corpus` writes), split
-into rows of 2048 tokens; a row counts as a sample. One micro-batch is one row, so that 134 GiB of an H200 hold the
-target (50 GiB), the drafter, the states at 512 anchors (3 GiB) and everything else; see `--dry-run`.
+into rows of 2048 tokens; a row counts as a sample. A micro-batch is one row, whose 512 blocks pass the drafter at once
+and are kept for the gradient: with the target (50 GiB) that is about 75 GiB, of 134 that an H200 has. Smaller devices
+set `rows.group` (anchors that pass together and are recomputed).
 
 Where the publication of ReaDy (arXiv 2610.20503) is silent the values are this project's: LoRA's rank and targets,
 learning rates, batch, warm-up, anchors (as in DSpark, arXiv 2607.05147). `python -m ready_jax.train.bench` times a
@@ -61,7 +62,7 @@ def qwen3_8_27b_ready_stage1(preset: Preset = QWEN3_8_27B) -> Recipe:
     """The reader alone, over the frozen public drafter: CE + 0.1 L1, no confidence loss, 20k samples.
 
     `python -m ready_jax.train.loop qwen3_8_27b_ready_stage1 files.tokens=TOKENS files.out=FOLDER`
-    Cost: one H200, about 3 h estimated (`--dry-run`), not measured. Writes `FOLDER/adapter` and `FOLDER/merged`.
+    Cost: one H200, 2.3 h at 35 % of its peak (`--dry-run`), not measured. Writes `FOLDER/adapter` and `FOLDER/merged`.
     Expected: starts exactly at the public drafter; no result of ours yet.
     """
     return Recipe(
@@ -80,7 +81,7 @@ def qwen3_8_27b_ready_stage2(preset: Preset = QWEN3_8_27B) -> Recipe:
 
     `python -m ready_jax.train.loop qwen3_8_27b_ready_stage2 files.from_pretrained=STAGE1/adapter files.tokens=TOKENS
     files.out=FOLDER`
-    Cost: one H200, about 8 h estimated (`--dry-run`), not measured.
+    Cost: one H200, 6.2 h at 35 % of its peak (`--dry-run`), not measured.
     Expected of the published recipe: 4.5285 tokens per round on seven benchmarks (4.1739 before); no result of ours.
     """
     return Recipe(
@@ -98,7 +99,7 @@ def qwen3_8_27b_stateless(preset: Preset = QWEN3_8_27B) -> Recipe:
     """The control without states: LoRA alone, on the rows and for the steps of both stages together.
 
     `python -m ready_jax.train.loop qwen3_8_27b_stateless files.tokens=TOKENS files.out=FOLDER`
-    Cost: one H200, about 11 h estimated. Published without states: 4.2732 tokens per round.
+    Cost: one H200, 8.7 h at 35 % of its peak, not measured. Published without states: 4.2732 tokens per round.
     """
     return Recipe(
         optimizer=OptimizerConfig(learning_rate=2e-4, steps=STEPS1 + STEPS2, accumulate=BATCH),

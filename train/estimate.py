@@ -52,6 +52,13 @@ def abstract_models(target: TargetConfig, drafter: DrafterConfig, recipe: Recipe
     return nnx.eval_shape(lambda: Target(target, rngs=nnx.Rngs(0), dtype="bfloat16")), nnx.eval_shape(make)
 
 
+def backward_layers(drafter: DrafterConfig, recipe: Recipe) -> int:
+    """Draft layers that gradients pass through: for a reader alone those from its first injection on."""
+    if recipe.adapt.trains != ("reader",) or drafter.reader is None:
+        return drafter.num_layers
+    return drafter.num_layers - min(drafter.inject_layers or (drafter.num_layers - 1,))
+
+
 @dataclass(frozen=True)
 class Flops:
     """Model FLOPs of one row, by part."""
@@ -81,12 +88,16 @@ def row_flops(target: TargetConfig, drafter: DrafterConfig, recipe: Recipe) -> F
     kv = 2 * d.num_key_value_heads * d.head_dim
     heads = d.num_attention_heads * d.head_dim
     context = 2 * tokens * d.hidden_size * (len(d.taps) * d.hidden_size + d.num_layers * kv)
-    per_row = d.hidden_size * (2 * heads + kv + 3 * d.intermediate_size)
+    mlp = 3 * d.hidden_size * d.intermediate_size
     seen = tokens / 2 if d.sliding_window is None else min(tokens / 2, d.sliding_window)
-    block = rows * d.num_layers * (2 * per_row + 4 * heads * (seen + d.block_size))
+    layer = rows * (2 * (d.hidden_size * (2 * heads + kv) + mlp) + 4 * heads * (seen + d.block_size))
     # Backward: inputs need gradients; weights too where they train. Context rows only carry gradients to weights.
-    full = "drafter" in recipe.adapt.trains
-    draft = (3 if full else 2) * block + (3 if full else 2 if "lora" in recipe.adapt.trains else 1) * context
+    full, depth = "drafter" in recipe.adapt.trains, backward_layers(d, recipe)
+    back = depth * layer
+    if depth < d.num_layers and d.reader is not None and d.reader.inject_side == "after_attention":
+        back -= layer - 2 * rows * mlp  # of the first layer that is read into only what follows the reader
+    draft = d.num_layers * layer + (2 if full else 1) * back
+    draft += (3 if full else 2 if "lora" in recipe.adapt.trains else 1) * context
     vocabulary = 2 * rows * d.vocab_size
     head = vocabulary * d.hidden_size * 3  # draft, teacher, and the draft's inputs backward
     markov = vocabulary * d.markov_rank * (3 if full else 1)
@@ -102,11 +113,9 @@ def memory(target: TargetConfig, drafter: DrafterConfig, recipe: Recipe) -> dict
     tokens, anchors, d = recipe.rows.length, recipe.rows.anchors, drafter
     reader = drafter.reader
     state = 0 if reader is None else len(reader.state_layers) * reader.memory_heads * reader.key_dim * reader.value_dim
-    group = (recipe.rows.group or anchors) * d.block_size
-    layers = d.num_layers if recipe.rows.group == 0 else 1 * d.num_layers
-    hidden = d.hidden_size
-    activations = rows * group * layers * 2 * (8 * hidden + 3 * d.intermediate_size)
-    scores = rows * d.num_attention_heads * group * tokens * 4 * 2 * (layers if recipe.rows.group == 0 else 2)
+    group, layers, hidden = (recipe.rows.group or anchors) * d.block_size, backward_layers(d, recipe), d.hidden_size
+    activations = rows * group * layers * 2 * (8 * hidden + 4 * d.intermediate_size)
+    scores = rows * d.num_attention_heads * group * tokens * 4 * (2 * layers + 1)
     blocks = max(recipe.loss.slice_blocks // rows, 1) * rows
     return {
         "target": num_bytes(big) / shard,
@@ -116,7 +125,7 @@ def memory(target: TargetConfig, drafter: DrafterConfig, recipe: Recipe) -> dict
         "states_at_anchors": rows * anchors * state * 4.0,
         "target_pass": rows * tokens * (12 * target.intermediate_size + 8.0 * tokens * target.num_attention_heads),
         "draft_activations": float(activations + scores),
-        "logits": 5.0 * min(blocks, rows * anchors) * d.block_size * d.vocab_size * 4,
+        "logits": 3.0 * min(blocks, rows * anchors) * d.block_size * d.vocab_size * 4,
     }  # fmt: skip
 
 

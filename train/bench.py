@@ -310,6 +310,10 @@ class Bench:
         whole = self.record["detail"].get("stage2", {}).get("micro_batch_ms")
         if whole is not None:
             split |= dict(whole=whole, target=whole - draft_ms - loss_ms - split["optimizer"])
+        flops, rows = estimate.row_flops(self.preset.target, self.config, recipe), self.options.rows * self.devices
+        self.record["tflop_per_s"] = {
+            part: value * rows / split[part] / 1e9 for part, value in vars(flops).items() if part in split
+        }
         self.record["split_ms"] = (self.record["split_ms"] or {}) | split
 
     def random_features(self, token_BT, position_BA) -> Features:

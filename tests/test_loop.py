@@ -76,9 +76,8 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("loop")
-    with small.quickly(folder / "cache"):
-        yield Place(folder)
+    with small.quickly(small.cache(tmp_path_factory)):
+        yield Place(tmp_path_factory.mktemp("loop"))
 
 
 def leaves(module) -> dict[tuple, np.ndarray]:
@@ -160,6 +159,15 @@ def test_controls_of_the_same_size_train_through_both_stages(place, reads):
     found = loaded(place.folder / f"{reads}2/adapter")
     assert found.config.reader == reader
     assert same(found, second.drafter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [dict(optimizer=dict(accumulate=2)), dict(rows=dict(group=2))])
+def test_less_memory_makes_the_same_steps(place, changes):
+    """Micro-batches, and anchors in groups that are recomputed backward."""
+    run = place.run("less_" + "".join(changes), **changes)
+    wanted = [line["loss"] for line in place.base.history]
+    np.testing.assert_allclose([line["loss"] for line in run.history], wanted, rtol=0, atol=1e-5)
 
 
 # Where a run starts

@@ -131,10 +131,15 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+def cache(tmp_path_factory) -> Path:
+    """Of one pytest process: several files train the same tiny drafter."""
+    return tmp_path_factory.getbasetemp() / "programs"
+
+
 @contextlib.contextmanager
-def quickly(cache: Path) -> Iterator[None]:
+def quickly(folder: Path) -> Iterator[None]:
     """Every program that is compiled inside is compiled quickly, and once."""
-    wanted = SETTINGS | {"jax_compilation_cache_dir": str(cache)}
+    wanted = SETTINGS | {"jax_compilation_cache_dir": str(folder)}
     before = {name: jax.config.values[name] for name in wanted}  # not all of them are attributes
     for name, value in wanted.items():
         jax.config.update(name, value)
@@ -147,9 +152,9 @@ def quickly(cache: Path) -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def process(out: Path, data: str, cache: Path, *, devices: int = 4, join=(), **sections) -> subprocess.Popen:
+def process(out: Path, data: str, programs: Path, *, devices: int = 4, join=(), **sections) -> subprocess.Popen:
     """The run in a process of its own, writing OUT.log; of several, where ``join`` is what ``join_processes`` takes."""
-    words = dict(out=str(out), data=data, cache=str(cache), devices=devices, join=join, sections=sections)
+    words = dict(out=str(out), data=data, programs=str(programs), devices=devices, join=join, sections=sections)
     with Path(f"{out}.log").open("a") as log:
         command = [sys.executable, __file__, json.dumps(words)]
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -158,7 +163,7 @@ def process(out: Path, data: str, cache: Path, *, devices: int = 4, join=(), **s
 def main(words: dict[str, Any]) -> None:
     if words["join"]:
         join_processes(*words["join"])
-    with quickly(Path(words["cache"])):
+    with quickly(Path(words["programs"])):
         made = recipe(Path(words["out"]), words["data"], **words["sections"])
         loop.run(made, target=target(), log=lambda line: sys.stdout.write(line + "\n"))
 

@@ -48,7 +48,7 @@ def _slots(states_at_BA, count: int):
     return slot_BN, jnp.argsort(~wanted_BN, axis=1, stable=True)[:, :slots]
 
 
-def _states_at(states_at_BA, last_BMXY, slot_BN, chunk_BS, before, writes, k_BTKX, g_BTM, segment_BT):
+def _states_at(states_at_BA, last_BMXY, slot_BN, chunk_BS, before, writes, k_BTKX, g_BTM, beta_BTM, segment_BT):
     """The chunk form's states after prefixes, on the chunks that prefixes end in as if there were no others."""
     length, slots = k_BTKX.shape[1], chunk_BS.shape[1]
     count = slot_BN.shape[1]
@@ -65,6 +65,7 @@ def _states_at(states_at_BA, last_BMXY, slot_BN, chunk_BS, before, writes, k_BTK
     segment_SBC = picked(segment_BT, "edge")
     before_BS = jax.vmap(lambda row, at: row[at])(segment_BT, jnp.maximum(chunk_BS * CHUNK - 1, 0))
     k, g = heads_first(k_BTKX), heads_first(g_BTM)
+    writes = jnp.moveaxis(writes, 0, 1) * heads_first(beta_BTM)[..., None]
     # Neither q, v nor beta is looked at.
     pieces = Chunk(q=k, k=k, v=k, g=g, beta=g, segment=segment_SBC, before=before_BS.T)
     # A prefix of whole chunks ends on a border: behind the last chunk there is the last state.
@@ -72,7 +73,7 @@ def _states_at(states_at_BA, last_BMXY, slot_BN, chunk_BS, before, writes, k_BTK
     slot_BA = jnp.take_along_axis(slot_BN, jnp.minimum(states_at_BA // CHUNK, count - 1), axis=1)
     at_BA = jnp.where(border_BA, slots * CHUNK, slot_BA * CHUNK + states_at_BA % CHUNK)
     boundary = jnp.concatenate([jnp.moveaxis(before, 0, 1), last_BMXY[None]])
-    return gated_delta_chunk.states_at(at_BA, boundary, jnp.moveaxis(writes, 0, 1), pieces, CHUNK, HIGHEST)
+    return gated_delta_chunk.states_at(at_BA, boundary, writes, pieces, CHUNK, HIGHEST)
 
 
 def _forward(arrays, masks, interpret: bool, tuning: dict):
@@ -92,7 +93,9 @@ def _forward(arrays, masks, interpret: bool, tuning: dict):
         slot_BN, chunk_BS = _slots(states_at_BA, solved.factors_BNMFC.shape[1])
         out_BTMY, last_BMXY, before, writes = walk(*operands, slot_BN, chunk_BS.shape[1], interpret=interpret, **tuning)
         segment_BT = jnp.zeros(k_BTKX.shape[:2], jnp.int32) if segment_BT is None else segment_BT
-        states = _states_at(states_at_BA, last_BMXY, slot_BN, chunk_BS, before, writes, k_BTKX, g_BTM, segment_BT)
+        states = _states_at(
+            states_at_BA, last_BMXY, slot_BN, chunk_BS, before, writes, k_BTKX, g_BTM, beta_BTM, segment_BT
+        )  # fmt: skip
     return out_BTMY.astype(jnp.float32), last_BMXY, states
 
 

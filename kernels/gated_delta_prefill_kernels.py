@@ -13,6 +13,7 @@ bf16 are the inverse, the overlaps, and the (fp32) state and writes where they a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -21,19 +22,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ready_jax.kernels.gated_delta_chunk import BLOCK
-from ready_jax.kernels.pallas_triton import WHOLE, barrier, exp2, fma, kernel_call, load, store
+from ready_jax.kernels.pallas_triton import WHOLE, barrier, exp2, fma, kernel_call, load, log2, store
 
 CHUNK = 64
 BLOCKS = CHUNK // BLOCK
+PART = 8
 LOG2_E = 1 / math.log(2)
 BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 
 class Solved(NamedTuple):
     """Of each chunk, what the state's walk needs: ``writes = inverse (v + minus k S)``, outputs =
-    ``q_in q S + reading writes``, state after = ``keep S + k^T (k_out writes)``."""
+    ``q_in q S + reading writes``, state after = ``keep S + k^T (k_out writes)``. The writes lack the factor beta,
+    which ``reading`` and ``k_out`` have."""
 
-    inverse_BNMCC: jax.Array  # columns scaled by beta
+    inverse_BNMCC: jax.Array
     reading_BNMCC: jax.Array
     factors_BNMFC: jax.Array  # of a chunk's rows: minus, q_in, k_out; and keep, the same for all
 
@@ -53,21 +56,44 @@ def _chunk_of(ref, b, number, length: int, *at):
     return load(rows, mask=inside, other=0.0)
 
 
+def _substitute(lower, stored: Callable, interpret: bool):
+    """``(1 - L)^-1`` of the blocks ``L`` that lie under each other in ``lower`` [CHUNK, BLOCK], zero above their
+    diagonals: from ``X = 1 + X L``, column ``c`` of ``X`` is ``e_c + sum_{r > c} X[:, r] L[r, c]``, the last one first.
+
+    A thread holds rows of ``X`` in parts of ``PART`` columns; ``stored(column, row)`` loads from the blocks' transposes
+    under each other, and one load brings a thread the factors of a part.
+    """
+    shape = (BLOCKS, BLOCK, PART)
+    block, inner = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 2))
+    parts = [jnp.zeros(shape, FP32)] * (BLOCK // PART)
+    for c in reversed(range(BLOCK)):
+        total = jnp.zeros(shape, FP32)
+        for n in range((c + 1) // PART, BLOCK // PART):
+            if interpret:  # the same numbers; a load becomes many operations there
+                column = lower.reshape(BLOCKS, BLOCK, BLOCK)[:, n * PART : (n + 1) * PART, c]
+                factor = jnp.broadcast_to(column[:, None, :], shape)
+            else:
+                factor = stored(block * BLOCK + c, inner + n * PART)
+            total = fma(factor, parts[n], total, interpret=interpret)
+        column = jnp.where(jnp.arange(BLOCK)[None, :] == c, 1.0, jnp.sum(total, axis=2))
+        parts[c // PART] = jnp.where(inner == c % PART, column[:, :, None], parts[c // PART])
+    found = jnp.zeros((BLOCKS, BLOCK, BLOCK // PART, PART), FP32)
+    for n, part in enumerate(parts):
+        found = jnp.where(jnp.arange(BLOCK // PART)[None, None, :, None] == n, part[:, :, None], found)
+    return found.reshape(CHUNK, BLOCK)
+
+
 def _solve_body(*refs, length: int, packed: bool, interpret: bool):
-    """One chunk of one key head, for the memories that the head serves, one after the other."""
+    """One chunk of one memory. Memories of a key head follow each other: all but the first find it in the cache."""
     q_ref, k_ref, g_ref, beta_ref, *refs = refs
     segment_ref, refs = (refs[0], refs[1:]) if packed else (None, refs)
-    inverse_ref, reading_ref, factor_ref, lower_ref, block_ref = refs
-    number, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    width, group = k_ref.shape[3], g_ref.shape[2] // k_ref.shape[2]
+    inverse_ref, reading_ref, factor_ref, lower_ref = refs
+    m, number, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    (keys, width), memories = k_ref.shape[2:], g_ref.shape[2]
     every, place = pl.ds(0, CHUNK), jnp.arange(CHUNK)
     i, j = place[:, None], place[None, :]
-    q, k = (_chunk_of(ref, b, number, length, head, pl.ds(0, width)) for ref in (q_ref, k_ref))
-
-    def inverse_norm(x):
-        return jax.lax.rsqrt(jnp.sum(jnp.square(x.astype(FP32)), axis=1) + 1e-6)
-
-    q_norm, k_norm = inverse_norm(q) * width**-0.5, inverse_norm(k)
+    q, k = (_chunk_of(ref, b, number, length, m // (memories // keys), pl.ds(0, width)) for ref in (q_ref, k_ref))
+    g, beta = (_chunk_of(ref, b, number, length, m) for ref in (g_ref, beta_ref))
     lower, first, last, together = i >= j, None, None, None
     if segment_ref is not None:
         segment = load(segment_ref.at[b, jnp.minimum(number * CHUNK + place, length - 1)])
@@ -76,85 +102,63 @@ def _solve_body(*refs, length: int, packed: bool, interpret: bool):
         lower &= segment[:, None] == segment[None, :]
         first, last, together = segment == before, segment == after, before == after
 
+    def squares(x):
+        """Of the rows' norms; on the diagonal of what tensor cores multiply."""
+        return jnp.sum(jnp.where(i == j, _dot(x, x.T), 0.0), axis=1) + 1e-6
+
     def exponential(mask, x):
         """``2^x``, zero outside the mask; None: all of it."""
         return exp2(x if mask is None else jnp.where(mask, x, -jnp.inf), interpret=interpret)
 
-    def gates(n):
-        m = head * group + n
-        decay = jnp.cumsum(_chunk_of(g_ref, b, number, length, m) * LOG2_E)
-        return m, decay, exponential(lower, decay[:, None] - decay[None, :])
+    q_norm, k_squares = jax.lax.rsqrt(squares(q)) * width**-0.5, squares(k)
+    k_norm = jax.lax.rsqrt(k_squares)
+    decay = jnp.cumsum(g * LOG2_E)
+    total = jnp.sum(jnp.where(place == CHUNK - 1, decay, 0.0))
+    since, until = exponential(first, decay), exponential(last, total - decay)
+    keep = exponential(together, jnp.broadcast_to(total, (CHUNK,)))
+    for at, factor in enumerate((-k_norm * since, q_norm * since, k_norm * until * beta, keep)):
+        store(factor_ref.at[b, number, m, jnp.int32(at), every], factor)
 
-    queries = _dot(q, k.T) * q_norm[:, None] * k_norm[None, :]
+    # Factors of columns, as exponents: one vector fewer to turn, one product of tiles fewer.
+    column = log2(beta, interpret=interpret) - 0.5 * log2(k_squares, interpret=interpret) - decay
+    ratio = exponential(lower, decay[:, None] + column[None, :])
+    store(reading_ref.at[b, number, m, every, every], (_dot(q, k.T) * ratio * q_norm[:, None]).astype(BF16))
+    overlap = _dot(k, k.T) * ratio * -k_norm[:, None]  # its diagonal is finite, and multiplied by zero
 
-    def read(n, _):
-        m, decay, ratio = gates(n)
-        total = jnp.sum(jnp.where(place == CHUNK - 1, decay, 0.0))
-        since, until = exponential(first, decay), exponential(last, total - decay)
-        keep = exponential(together, jnp.broadcast_to(total, (CHUNK,)))
-        for at, factor in enumerate((-k_norm * since, q_norm * since, k_norm * until, keep)):
-            store(factor_ref.at[b, number, m, jnp.int32(at), every], factor)
-        store(reading_ref.at[b, number, m, every, every], (queries * ratio).astype(BF16))
-        return n
-
-    # Two loops: 255 registers a thread do not hold both overlaps beside an inverse.
-    jax.lax.fori_loop(0, group, read, 0)
-    keys = _dot(k, k.T) * -k_norm[:, None] * k_norm[None, :]
-
-    def invert(n, _):
-        m, _, ratio = gates(n)
-        beta = _chunk_of(beta_ref, b, number, length, m)
-        overlap = keys * ratio * beta[:, None]  # what is on the diagonal is never read
-
-        # The diagonal blocks' rows go through memory: a row cannot be cut out of registers.
-        own = (place // BLOCK)[:, None, None] == jnp.arange(BLOCKS)[None, :, None]
-        blocks = jnp.sum(jnp.where(own, overlap.reshape(CHUNK, BLOCKS, BLOCK), 0.0), axis=1)
-        here, all_blocks, all_rows = (b, number, head), pl.ds(0, BLOCKS), pl.ds(0, BLOCK)
-        store(lower_ref.at[(*here, all_blocks, all_rows, all_rows)], blocks.reshape(BLOCKS, BLOCK, BLOCK))
-        overlap = overlap.astype(FP16)
-        barrier(interpret=interpret)
-        rows, column = [], jnp.broadcast_to(jnp.arange(BLOCK)[None, :], (BLOCKS, BLOCK))
-        for r in range(BLOCK):
-            row = (column == r).astype(FP32)
-            for c, above in enumerate(rows):
-                if interpret:  # the same number; a load becomes many operations there
-                    factor = blocks.reshape(BLOCKS, BLOCK, BLOCK)[:, r, c]
-                else:
-                    factor = load(lower_ref.at[(*here, all_blocks, jnp.int32(r), jnp.int32(c))])
-                row = fma(factor[:, None], above, row, interpret=interpret)
-            store(block_ref.at[(*here, all_blocks, jnp.int32(r), all_rows)], row)
-            rows.append(row)
-        barrier(interpret=interpret)
-        blocks = load(block_ref.at[(*here, all_blocks, all_rows, all_rows)]).reshape(CHUNK, 1, BLOCK)
-        inverse = jnp.where(own, blocks, 0.0).reshape(CHUNK, CHUNK)
-        size = BLOCK
-        while size < CHUNK:  # [[a, 0], [x, b]] has the inverse [[a', 0], [-b' x a', b']]; entries are of order 1
-            block = place // size
-            left = jnp.where(block % 2 == 1, block - 1, -1)
-            corner = jnp.where(left[:, None] == block[None, :], overlap, 0)
-            half = inverse.astype(FP16)
-            inverse += _dot(half, _dot(corner.astype(FP16), half).astype(FP16))
-            size *= 2
-        store(inverse_ref.at[b, number, m, every, every], (inverse * beta[None, :]).astype(BF16))
-        return n
-
-    jax.lax.fori_loop(0, group, invert, 0)
+    # The diagonal blocks go through memory, columns as rows: a row cannot be cut out of registers.
+    own = (place // BLOCK)[:, None, None] == jnp.arange(BLOCKS)[None, :, None]
+    blocks = jnp.sum(jnp.where(own, overlap.reshape(CHUNK, BLOCKS, BLOCK), 0.0), axis=1)
+    store(lower_ref.at[b, number, m, i // BLOCK * BLOCK + jnp.arange(BLOCK)[None, :], i % BLOCK], blocks)
+    barrier(interpret=interpret)
+    rows = _substitute(blocks, lambda *at: load(lower_ref.at[b, number, m, *at]), interpret)
+    # Blocks to their place by a product: layouts then agree with those of the products below.
+    spread = (jnp.arange(BLOCK)[:, None] == place[None, :] % BLOCK).astype(FP16)
+    inverse = jnp.where(i // BLOCK == j // BLOCK, _dot(rows.astype(FP16), spread), 0.0)
+    overlap, size = overlap.astype(FP16), BLOCK
+    while size < CHUNK:
+        # [[a, 0], [-x, b]] has the inverse [[a', 0], [b' x a', b']]; entries are of order 1. Elsewhere the products
+        # hold what is dropped; between blocks they do not mix.
+        half = inverse.astype(FP16)
+        merged = _dot(_dot(half, overlap).astype(FP16), half)
+        inverse = jnp.where((i // size % 2 == 1) & (j // size == i // size - 1), merged, inverse)
+        size *= 2
+    store(inverse_ref.at[b, number, m, every, every], inverse.astype(BF16))
 
 
 def solve(q_BTKX, k_BTKX, g_BTM, beta_BTM, segment_BT=None, *, warps: int = 4, interpret: bool = False) -> Solved:
-    (batch, length, keys, _), memories = q_BTKX.shape, g_BTM.shape[2]
+    (batch, length), memories = q_BTKX.shape[:2], g_BTM.shape[2]
     count = pl.cdiv(length, CHUNK)
     shape = partial(jax.ShapeDtypeStruct, dtype=FP32)
     square = shape((batch, count, memories, CHUNK, CHUNK), dtype=BF16)
-    scratch = shape((batch, count, keys, BLOCKS, BLOCK, BLOCK))
+    blocks = shape((batch, count, memories, CHUNK, BLOCK))
     operands = (q_BTKX, k_BTKX, g_BTM, beta_BTM) + (() if segment_BT is None else (segment_BT,))
     found = kernel_call(
         partial(_solve_body, length=length, packed=segment_BT is not None, interpret=interpret),
         name="gated_delta_prefill_solve",
-        grid=(count, keys, batch),
-        out_shape=[square, square, shape((batch, count, memories, 4, CHUNK)), scratch, scratch],
+        grid=(memories, count, batch),
+        out_shape=[square, square, shape((batch, count, memories, 4, CHUNK)), blocks],
         in_specs=[WHOLE] * len(operands),
-        out_specs=[WHOLE] * 5,
+        out_specs=[WHOLE] * 4,
         num_warps=warps,
         interpret=interpret,
     )(*operands)

@@ -62,14 +62,21 @@ def fma(a, b, c, *, interpret: bool = False):
     )[0]
 
 
-def exp2(x, *, interpret: bool = False):
-    """``2^x`` by the special function unit alone: two units in the last place, results below 2^-126 are zero."""
-    if interpret:
-        return jnp.exp2(x)
+def _special(instruction: str, x):
     shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     return plt.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape]
+        f"{instruction}.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape]
     )[0]
+
+
+def exp2(x, *, interpret: bool = False):
+    """``2^x`` by the special function unit alone: two units in the last place, results below 2^-126 are zero."""
+    return jnp.exp2(x) if interpret else _special("ex2", x)
+
+
+def log2(x, *, interpret: bool = False):
+    """By the special function unit alone: off by 2^-22 at most around 1, by 2^-21 of itself elsewhere."""
+    return jnp.log2(x) if interpret else _special("lg2", x)
 
 
 def load(ref, *, mask=None, other=None, evict: str | None = None):

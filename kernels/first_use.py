@@ -125,16 +125,6 @@ def scaled_product(reference, call) -> None:
     _compare(lambda call, x, w: call(x, w, scale), call, reference, (x, w.astype(jnp.float8_e4m3fn)), 1e-4)
 
 
-def residual_norm(reference, call) -> None:
-    """Eight rows of a product in eight parts, and of one in one part."""
-    x, part, y, weight = _normal((2, 4, 1024), (8, 2, 4, 1024), (1, 2, 4, 1024), (1024,))
-
-    def run(call, x, part, y):
-        return call(x, part.astype(jnp.float32), weight, 1e-6), call(x, y, weight, 1e-6)
-
-    _compare(run, call, reference, (x, part, y), 2e-2)
-
-
 def state_prepare(reference, call) -> None:
     """Two layers of four memories at rank 8."""
     s, u, v = _normal((1, 4, 128, 128), (8, 128, 8), (8, 128, 8), dtype=jnp.float32)

@@ -61,23 +61,22 @@ def _shared_rows(x):
 
 
 @jit
-def meet(x, PROGRAMS: gl.constexpr):
-    """``x``, once all threads of the cluster's ``PROGRAMS`` programs are here; what they stored before is then visible.
+def _meet(x):
+    """``x``, once all threads of the cluster's two programs are here; what they stored before is then visible.
 
     Every thread must hold one entry of ``x``. The loads behind must depend on the result: only that keeps the compiler
     from lifting them over it. The comment tells `gluon.py` how many programs a cluster has.
     """
     gl.thread_barrier()
-    size: gl.constexpr = "/* cluster of 2 */ " if PROGRAMS == 2 else "/* cluster of 8 */ "
-    gl.static_assert((PROGRAMS == 2) | (PROGRAMS == 8))
     code: gl.constexpr = (
-        size + "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;"
+        "/* cluster of 2 */ barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; "
+        "mov.b32 $0, $1;"
     )
     return gl.inline_asm_elementwise(code, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit
-def fetch(start, WARPS: gl.constexpr):
+def _fetch(start, WARPS: gl.constexpr):
     """Ask for 2 KiB a thread to be brought into the L2 cache."""
     thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     at = start.to(gl.int64) + thread.to(gl.int64) * 2048
@@ -96,7 +95,7 @@ def rows(
     part = gl.program_id(0) % PARTS
     if m >= M:
         if gl.program_id(1) == 0:
-            fetch(following + (m - M) * RANGE + part * (1024 * 32 * WARPS), WARPS)
+            _fetch(following + (m - M) * RANGE + part * (1024 * 32 * WARPS), WARPS)
     else:
         _rows(p, tail, conv, rate, bias, norm, s, k_log, u_log, decay_log, out, squares, m, part,
               ROW, C, K, M, X, Y, T, PARTS, WARPS, EPS)  # fmt: skip
@@ -185,7 +184,7 @@ def _rows(
     if PARTS == 2:
         mine = squares + ((b * M + m) * 2 + part) * T
         gl.store(mine + t_V, total)
-        total += gl.load(mine + (1 - 2 * part) * T + meet(t_V, PARTS), cache_modifier=".cg")
+        total += gl.load(mine + (1 - 2 * part) * T + _meet(t_V), cache_modifier=".cg")
     o = (o * gl.rsqrt(total * (1.0 / Y) + EPS)[:, None]).to(gl.bfloat16)
     o = (o * scale.to(gl.bfloat16)[None, :]).to(gl.float32)
     gl.store(out + (b * T + t_V[:, None]) * M * Y + m * Y + y_V[None, :], (o * _silu(z.to(gl.float32))).to(gl.bfloat16))

@@ -33,10 +33,15 @@ def why_not_read(*, norm_axes="rank", pairs=0, scales=0, **_: object) -> str | N
     return None if scales in (0, pairs) else f"{scales} scale features for {pairs} pairs; needs none or one per pair"
 
 
-def differentiable(fast, slow):
-    """``fast`` with the gradient of ``slow``."""
+def differentiable(fast, backward):
+    """``fast`` with cotangents ``backward(arguments, found, cotangent)``."""
+
+    def forward(*arguments):
+        found = fast(*arguments)
+        return found, (arguments, found)
+
     call = jax.custom_vjp(fast)
-    call.defvjp(lambda *args: (fast(*args), args), lambda args, out: jax.vjp(slow, *args)[1](out))
+    call.defvjp(forward, lambda kept, cotangent: backward(*kept, cotangent))
     return call
 
 
@@ -104,8 +109,8 @@ def prepare(
         out = call(*states, jnp.array(heads or (0,), jnp.int32), u_ZXJ, v_ZYJ)
         return out[0], out[1] if feature != "none" else None
 
-    slow = partial(reference.prepare, width=width, eps=eps, heads=heads, rms_axes="head", feature=feature)
-    return differentiable(fast, slow)(tuple(states), u_ZXJ, v_ZYJ)
+    backward = partial(reference.prepare_gradient, width=width, eps=eps, heads=heads, feature=feature)
+    return differentiable(fast, backward)(tuple(states), u_ZXJ, v_ZYJ)
 
 
 def _read_body(*refs, sizes, eps, norm):
@@ -142,5 +147,7 @@ def read(latent_BPI, gain_ZJ, a_BZJJ, scale_BZ, *, eps, norm_axes, warps: int | 
     def fast(latent_BPI, gain_ZJ, a_BZJJ, scale_BZ):
         return call(latent_BPI, gain_ZJ, a_BZJJ, *(() if scale_BZ is None else (scale_BZ,)))[0]
 
-    slow = partial(reference.read, eps=eps, norm_axes=norm_axes)
-    return differentiable(fast, slow)(latent_BPI, gain_ZJ, a_BZJJ, scale_BZ)
+    def backward(arguments, _, cotangent):
+        return jax.vjp(partial(reference.read, eps=eps, norm_axes=norm_axes), *arguments)[1](cotangent)
+
+    return differentiable(fast, backward)(latent_BPI, gain_ZJ, a_BZJJ, scale_BZ)

@@ -50,5 +50,5 @@ def prepare(states, u_ZXJ, v_ZYJ, *, width, eps, heads, rms_axes, feature):
         )  # fmt: skip
         return a_BZJJ, None if feature == "none" else scale_BZ
 
-    slow = partial(reference.prepare, width=width, eps=eps, heads=None, rms_axes="head", feature=feature)
-    return differentiable(fast, slow)(tuple(states), u_ZXJ, v_ZYJ)
+    backward = partial(reference.prepare_gradient, width=width, eps=eps, heads=None, feature=feature)
+    return differentiable(fast, backward)(tuple(states), u_ZXJ, v_ZYJ)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -25,6 +27,47 @@ def prepare(states, u_ZXJ, v_ZYJ, *, width, eps, heads, rms_axes, feature):
         return a_BZJJ, 0.5 * jnp.log(layer_power + eps)[:, :, 0, 0]
     rho_BZ = rho[:, :, 0, 0]
     return a_BZJJ, rho_BZ if feature == "raw" else jnp.log(rho_BZ)
+
+
+def prepare_gradient(arguments, found, cotangent, *, width, eps, heads, feature):
+    """Cotangents of ``prepare``'s arguments with ``rms_axes="head"``; ``found`` is its result.
+
+    ``A = V^T S^T U f`` with ``f = 1 / (rho sqrt(width))`` gives ``dU = sum_b (S V) dA f`` and ``dV = sum_b (S^T U)
+    dA^T f``: a pass over the states for either, without a copy of them. What the states' own cotangent takes is
+    dropped by the compiler where they do not train.
+    """
+    states, u_ZXJ, v_ZYJ = arguments
+    options = dict(width=width, eps=eps, heads=heads, rms_axes="head", feature=feature)
+    _, to_states = jax.vjp(lambda states: prepare(states, u_ZXJ, v_ZYJ, **options), states)
+    picked = [s if heads is None else s[:, jnp.array(heads)] for s in states]
+    if feature == "none":
+        power_BZ = jnp.concatenate([jnp.mean(jnp.square(s.astype(jnp.float32)), axis=(2, 3)) for s in picked], axis=1)
+        rho_BZ = jnp.sqrt(power_BZ + eps)
+    else:
+        rho_BZ = found[1] if feature == "raw" else jnp.exp(found[1])
+    g_BZJJ = cotangent[0] / (rho_BZ * width**0.5)[..., None, None]
+    batch, pairs = rho_BZ.shape
+    product = partial(jnp.einsum, precision="highest")
+
+    def every(w):
+        """Weights of each pair, [B, Z, _, J]: products of a (sequence, pair) each leave the states where they are."""
+        w = jnp.repeat(w.astype(jnp.float32), pairs // w.shape[0], axis=0)
+        return jnp.broadcast_to(w, (batch, *w.shape))
+
+    def shared(parts, w):
+        """Gradients of pairs added up where they share weights."""
+        found = jnp.concatenate(parts).reshape(w.shape[0], -1, *w.shape[1:])
+        return jnp.sum(found, axis=1).astype(w.dtype)
+
+    du, dv, number = [], [], pairs // len(states)
+    for n, s in enumerate(picked):
+        part = slice(n * number, (n + 1) * number)
+        s = s.astype(jnp.float32)
+        read_BMXj = product("BMXY,BMYj->BMXj", s, every(v_ZYJ)[:, part])
+        seen_BMYi = product("BMXY,BMXi->BMYi", s, every(u_ZXJ)[:, part])
+        du.append(product("BMXj,BMji->MXi", read_BMXj, g_BZJJ[:, part]))
+        dv.append(product("BMYi,BMji->MYj", seen_BMYi, g_BZJJ[:, part]))
+    return *to_states(cotangent), shared(du, u_ZXJ), shared(dv, v_ZYJ)
 
 
 def read(latent_BPI, gain_ZJ, a_BZJJ, scale_BZ, *, eps, norm_axes):

@@ -15,7 +15,7 @@ from ready_jax.config import TargetConfig
 from ready_jax.kernels import attention as kernel
 from ready_jax.kernels import attention_inputs as inputs
 from ready_jax.kernels.attention_inputs import write_rows
-from ready_jax.layers import linear, normal, partial_sums, summed_linear
+from ready_jax.layers import linear, normal, summed_linear
 
 
 class GatedAttention(nnx.Module):
@@ -52,10 +52,10 @@ class GatedAttention(nnx.Module):
         return out.reshape(out.shape[:2] + (-1,)), key_BSGH, value_BSGH
 
     def rows(self, x_BTD, angles, key_BSGH, value_BSGH, length_B):
-        """Verify rows at ``length_B ..``: output as partial sums, and the buffers that hold the rows."""
+        """Verify rows at ``length_B ..``: output and the buffers that hold the rows."""
         fused_BTI = linear(x_BTD, self.w_in_DI[...])
         out_BTO, key_BSGH, value_BSGH = self.mix(fused_BTI, angles, key_BSGH, value_BSGH, length_B)
-        return partial_sums(out_BTO, self.w_out_OD[...]), key_BSGH, value_BSGH
+        return summed_linear(out_BTO, self.w_out_OD[...]), key_BSGH, value_BSGH
 
     def prefill(self, x_BTD, angles, key_BSGH, value_BSGH, length_B, num_B):
         """Any number of tokens after ``length_B`` committed ones; rows past ``num_B`` leave no trace."""

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from ready_jax import collectives
 from ready_jax.config import RopeConfig
-from ready_jax.kernels import residual_norm, scaled_product
+from ready_jax.kernels import scaled_product
 from ready_jax.pytree import register
 
 
@@ -89,20 +89,6 @@ def summed_linear(x, w):
     return collectives.total(product(x, w)).astype(x.dtype)
 
 
-def partial_sums(x_BTI, w_IN):
-    """``x @ w`` for ``kernels/residual_norm.py``: [S, B, T, N], fp32 sums over equal ranges of its terms.
-
-    One part (``S`` 1, in the type of ``x``) unless a kernel adds them up, and where shards add up their own.
-    """
-    batch, tokens, terms = x_BTI.shape
-    spread = collectives.axis.value is not None
-    parts = 1 if spread else residual_norm.parts(x_BTI, terms, w_IN.shape[1])
-    if parts == 1:
-        return summed_linear(x_BTI, w_IN)[None]
-    x_BTsk, w_skN = x_BTI.reshape(batch, tokens, parts, -1), w_IN.reshape(parts, terms // parts, -1)
-    return jnp.einsum("BTsk,skN->sBTN", x_BTsk, w_skN, preferred_element_type=jnp.float32)
-
-
 def rms(x, eps):
     """``x / sqrt(mean(x^2) + eps)`` over the last axis, in fp32."""
     x = x.astype(jnp.float32)
@@ -172,11 +158,6 @@ class SwiGLU(nnx.Module):
     def __call__(self, x):
         gate, up = jnp.split(linear(x, self.w_in_DI[...]), 2, axis=-1)
         return summed_linear(jax.nn.silu(gate) * up, self.w_out_FD[...])
-
-    def partial_sums(self, x):
-        """The output as ``partial_sums`` leaves it."""
-        gate, up = jnp.split(linear(x, self.w_in_DI[...]), 2, axis=-1)
-        return partial_sums(jax.nn.silu(gate) * up, self.w_out_FD[...])
 
 
 def normal(key, shape, fan_in, dtype):

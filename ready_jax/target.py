@@ -17,14 +17,10 @@ from ready_jax import collectives
 from ready_jax.attention import GatedAttention
 from ready_jax.config import LINEAR, TargetConfig
 from ready_jax.deltanet import GatedDeltaNet
-from ready_jax.kernels import residual_norm
 from ready_jax.kernels.gated_delta_rows import last_inputs
 from ready_jax.layers import SwiGLU, normal, precision_for, rms_norm_1p, rope_angles
 from ready_jax.pytree import register
 from ready_jax.state import SPARE_ROWS, DecodeState, PendingWrites
-
-#: Parts in which XLA computes a mixer's projection of 8 rows on an H200: where its reading of the matrix begins.
-PROJECTION_PARTS = 4
 
 
 @register
@@ -110,25 +106,14 @@ class Target(nnx.Module):
                 f"state_layers names {wrong}: only layers {list(self.config.linear_layers)} hold a recurrent state"
             )
 
-    def _behind(self, i):
-        """What the stream meets behind layer ``i``: norm, matrix (None: tied), and in how many parts."""
-        if i + 1 < len(self.layers):
-            block = self.layers[i + 1]
-            return block.norm_in_D[...], block.mixer.w_in_DI[...], PROJECTION_PARTS
-        return self.norm_D[...], None if self.w_out_DV is None else self.w_out_DV[...], 1
-
     def _run(self, x_BTD, taps, mix):
-        """All blocks over ``x``; ``mix(i, mixer, normed)`` is the mode (rows, prefill): partial sums [S, B, T, D]."""
+        """All blocks over ``x``; ``mix(i, mixer, normed)`` is the mode (rows, prefill)."""
         self._check_taps(taps)
-        eps, tapped = self.config.rms_norm_eps, {-1: x_BTD}
-        hidden_BTD = self.layers[0].norm(x_BTD)
+        tapped = {-1: x_BTD}
         for i, block in enumerate(self.layers):
-            norm_D, next_DI = block.norm_post_D[...], block.mlp.w_in_DI[...]
-            x_BTD, hidden_BTD = residual_norm.add(x_BTD, mix(i, block.mixer, hidden_BTD), norm_D, eps, next_IN=next_DI)
-            norm_D, next_DI, starts = self._behind(i)
-            part_SBTD = block.mlp.partial_sums(hidden_BTD)
-            x_BTD, hidden_BTD = residual_norm.add(x_BTD, part_SBTD, norm_D, eps, next_IN=next_DI, starts=starts)
+            x_BTD = block.residual(x_BTD, mix(i, block.mixer, block.norm(x_BTD)))
             tapped[i] = x_BTD
+        hidden_BTD = rms_norm_1p(x_BTD, self.norm_D[...], self.config.rms_norm_eps)
         return Output(hidden_BTD, jnp.stack([tapped[i] for i in taps], axis=2) if taps else None, {})
 
     def verify(
@@ -147,10 +132,10 @@ class Target(nnx.Module):
 
         def mix(i, mixer, x_BTD):
             if isinstance(mixer, GatedDeltaNet):
-                part_SBTD, recurrent[i] = mixer.rows(x_BTD, state.recurrent[i], state.conv[i])
+                y_BTD, recurrent[i] = mixer.rows(x_BTD, state.recurrent[i], state.conv[i])
             else:
-                part_SBTD, key[i], value[i] = mixer.rows(x_BTD, angles, state.key[i], state.value[i], state.length_B)
-            return part_SBTD
+                y_BTD, key[i], value[i] = mixer.rows(x_BTD, angles, state.key[i], state.value[i], state.length_B)
+            return y_BTD
 
         out = self._run(self.embed(token_BT), taps, mix)
         return out, PendingWrites(tuple(recurrent), tuple(key), tuple(value))
@@ -187,7 +172,7 @@ class Target(nnx.Module):
                     states[i] = found
             else:
                 y_BTD, key[i], value[i] = mixer.prefill(x_BTD, angles, key[i], value[i], state.length_B, num_B)
-            return y_BTD[None]
+            return y_BTD
 
         out = self._run(self.embed(token_BT), taps, mix)
         state = replace(

@@ -108,19 +108,24 @@ def test_feature_rows_come_in_the_type_of_the_latents():
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in found), rtol=2**-7, atol=1e-6)
 
 
-def test_the_kernels_have_the_references_gradient():
-    states, u, v = problem(1, (1,), 2, "pair")
-    latent, gain, *_ = rows(2, 1, 1, positions=1)
+@pytest.mark.parametrize(
+    ("layers", "heads", "maps", "feature"),
+    [(1, (1,), "pair", "pair"), (2, None, "all", "raw"), (2, (2, 0), "layer", "none")],
+)
+def test_the_kernels_have_the_references_gradient(layers, heads, maps, feature):
+    states, u, v = problem(layers, heads, 2, maps)
+    pairs = layers * len(heads or range(MEMORIES))
+    latent, gain, *_ = rows(2, pairs, 1, positions=1)
 
     @functools.partial(quick, static_argnums=0)
-    def gradient(impl, *weights):
-        def loss(u, v, latent, gain):
-            a, scale = state_read.prepare(states, u, v, width=X, eps=EPS, heads=(1,), impl=impl)
+    def gradient(impl, *arguments):
+        def loss(states, u, v, latent, gain):
+            a, scale = state_read.prepare(states, u, v, width=X, eps=EPS, heads=heads, feature=feature, impl=impl)
             return jnp.sum(jnp.square(state_read.read(latent, gain, a, scale, eps=EPS, impl=impl)))
 
-        return jax.grad(loss, argnums=(0, 1, 2, 3))(*weights)
+        return jax.tree.leaves(jax.grad(loss, argnums=(0, 1, 2, 3, 4))(*arguments))
 
-    for found, wanted in zip(*(gradient(impl, u, v, latent, gain) for impl in IMPLS), strict=True):
+    for found, wanted in zip(*(gradient(impl, states, u, v, latent, gain) for impl in IMPLS), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max(), rtol=0)
         assert np.abs(wanted).max() > 1e-3
 

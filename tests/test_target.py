@@ -176,11 +176,11 @@ def test_mixers_equal_the_reference(golden, name):
             if isinstance(block.mixer, GatedDeltaNet):
                 memory = state.recurrent[i], state.conv[i]
                 ways = [block.mixer.sequence(x, *memory, live_BT=position < num[:, None])[0]]
-                ways += [block.mixer.rows(x, *memory)[0][0]]
+                ways += [block.mixer.rows(x, *memory)[0]]
             else:
                 memory = state.key[i], state.value[i]
                 ways = [block.mixer.prefill(x, angles, *memory, zero, num)[0]]
-                ways += [block.mixer.rows(x, angles, *memory, zero)[0][0]]
+                ways += [block.mixer.rows(x, angles, *memory, zero)[0]]
                 ways += [block.mixer.sequence(x, angles, jnp.ones_like(position))]
             found.append([way[0] for way in ways])
         return found

@@ -2,14 +2,16 @@
 
 They have no taps, so the decode loop tells them the tokens themselves: the prompt, then each round's rows (anchor
 and proposals) of which the first ``num_B`` were kept. Whatever they propose, verification keeps the text exact.
+`Forced` and `Stale` are real drafters with one thing changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -187,3 +189,71 @@ class Forced:
         right_BP = self.script.right(context)
         wrong_BP = jnp.where(own.token_BP == right_BP, (right_BP + 1) % self.script.vocab_size, own.token_BP)
         return Draft(jnp.where(forced.token_BP == right_BP, right_BP, wrong_BP), own.confidence_BP, None)
+
+
+@register
+@dataclass(frozen=True)
+class Given:
+    """A reader whose states have been read before."""
+
+    inner: Any
+    prepared: Any
+
+    def prepare(self, states):
+        return self.prepared
+
+    def __call__(self, prep, hidden_BPD, *site):
+        return self.inner(prep, hidden_BPD, *site)
+
+
+@register
+@dataclass(frozen=True)
+class Remembered:
+    """A draft context, and what the reader took from the states of the last of ``rounds`` rounds."""
+
+    inner: Any
+    prepared: Any
+    rounds: Int[Array, ""]
+
+    @property
+    def length_B(self):
+        return self.inner.length_B
+
+
+@register
+@dataclass(frozen=True)
+class Stale:
+    """A control: a drafter whose reader sees the states of the round before; in the first round it sees the present."""
+
+    inner: Any  # a Drafter with a StateReader
+
+    def __post_init__(self):
+        if getattr(self.inner, "reader", None) is None:
+            raise ValueError("states of the round before are a control of a drafter with a reader; this one has none")
+
+    @property
+    def config(self):
+        return self.inner.config
+
+    @property
+    def reader(self):
+        return self.inner.reader
+
+    def init_context(self, batch: int, capacity: int) -> Remembered:
+        c = self.config.reader
+        state = jax.ShapeDtypeStruct((batch, c.memory_heads, c.key_dim, c.value_dim), jnp.float32)
+        prepared = jax.eval_shape(self.reader.prepare, dict.fromkeys(c.state_layers, state))
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), prepared)
+        return Remembered(self.inner.init_context(batch, capacity), empty, jnp.zeros((), jnp.int32))
+
+    def absorb(self, context: Remembered, taps_BTED, num_B: Int[Array, "B"]) -> Remembered:
+        return replace(context, inner=self.inner.absorb(context.inner, taps_BTED, num_B))
+
+    def remember(self, context: Remembered, states) -> Remembered:
+        return replace(context, prepared=self.reader.prepare(states), rounds=context.rounds + 1)
+
+    def propose(self, context: Remembered, anchor_B: Int[Array, "B"], states=None, embed=None, unembed=None) -> Draft:
+        present = self.reader.prepare(states)
+        before = jax.tree.map(lambda old, new: jnp.where(context.rounds > 0, old, new), context.prepared, present)
+        drafter = self.inner.with_reader(Given(self.reader, before))
+        return drafter.propose(context.inner, anchor_B, states, embed, unembed)

@@ -180,6 +180,7 @@ def _propose(target, drafter, run: Decoding, limits: Limits):
 def speculate(target, drafter, run: Decoding, limits: Limits) -> Decoding:
     """One round: read the states, propose, verify, accept, commit."""
     draft_BP, num_proposed_B = _propose(target, drafter, run, limits)
+    context = drafter.remember(run.context, run.state.recurrent) if hasattr(drafter, "remember") else run.context
     token_BT = jnp.concatenate([run.anchor_B[:, None], draft_BP], axis=1)
     out, pending = target.verify(token_BT, run.state, taps=drafter.config.taps)
     logits_BTV = target.unembed(out.hidden_BTD)
@@ -205,7 +206,7 @@ def speculate(target, drafter, run: Decoding, limits: Limits) -> Decoding:
         logits_BNV = _put(logits_BNV, logits_BTV, run.num_emitted_B, kept.num_B)
     return Decoding(
         state=commit(run.state, pending, kept.num_B),
-        context=_absorb(drafter, run.context, out.taps_BTED, token_BT, kept.num_B),
+        context=_absorb(drafter, context, out.taps_BTED, token_BT, kept.num_B),
         anchor_B=jnp.where(kept.num_B > 0, newest_B, run.anchor_B),
         token_BN=_put(run.token_BN, kept.token_BT, run.num_emitted_B, kept.num_B),
         num_emitted_B=run.num_emitted_B + kept.num_B,
@@ -223,8 +224,9 @@ def decode(target, drafter, run: Decoding, limits: Limits, max_rounds) -> Decodi
 
     A pure function of arrays (modules are pytrees): jit it with target, drafter and ``run`` as arguments; a model
     that is closed over would be baked in as constants. ``drafter`` None is autoregressive decoding; any object with
-    ``config.taps``, ``config.block_size``, ``init_context``, ``absorb`` and ``propose`` can draft. Rows finish
-    independently; a finished row's memory does not move.
+    ``config.taps``, ``config.block_size``, ``init_context``, ``absorb`` and ``propose`` can draft; one that has
+    ``remember(context, states)`` is shown the states of a round after it has proposed. Rows finish independently; a
+    finished row's memory does not move.
     """
 
     drafter = Autoregressive() if drafter is None else drafter

@@ -87,6 +87,7 @@ class Question:
     title: str
     variants: tuple[Variant, ...]
     reference: str = REFERENCE
+    untrained: tuple[str, ...] = ()  # methods of the same weights that the table has too
 
 
 def _controls() -> tuple[Variant, ...]:
@@ -104,6 +105,7 @@ QUESTIONS = (
         "Does the reader gain by what it reads? Against controls of the same size",
         (_WITHOUT, *_controls(), _THE),
         STATELESS,
+        (f"{REFERENCE}_stale",),
     ),
     Question(
         "rank",
@@ -246,6 +248,7 @@ def evaluations(
         file = out / ("ablation.json" if processes == 1 else f"ablation_{number}.json")
         line = ["python", "-m", "ready_jax.serve.evaluate"]
         line += [word for name, where in part.items() for word in ("--draft", f"{name}={where}")]
+        line += ["--stale", REFERENCE] if REFERENCE in part else []
         lines[file] = shlex.join([*line, *words, "--json", str(file)])
     return lines
 
@@ -264,7 +267,8 @@ def change_over(found: dict[str, Any], name: str, other: str, key: str) -> str:
 
 def table(found: dict[str, Any], question: Question) -> report.Table | None:
     """The answer to one question; None if the evaluation lacks its reference or all else."""
-    names = [variant.name for variant in question.variants if variant.name in found["overall"]]
+    named = [*(variant.name for variant in question.variants), *question.untrained]
+    names = [name for name in named if name in found["overall"]]
     if question.reference not in found["overall"] or names in ([], [question.reference]):
         return None
     rows = []

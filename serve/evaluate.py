@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 
 import ready_jax
 from ready_jax import bench_data, checkpoint, devices, provenance
-from ready_jax.baselines import BaselineConfig, PromptLookup
+from ready_jax.baselines import BaselineConfig, PromptLookup, Stale
 from ready_jax.bench_data import SEVEN
 from ready_jax.generation import Generation
 from ready_jax.pair import AUTOREGRESSIVE, NANO, Pair
@@ -165,6 +165,8 @@ def load_methods(options: argparse.Namespace) -> tuple[Pair, Ways, dict[str, Any
     drafters: dict[str, Any] = dict(options.draft)
     weights = {"target": weights_sha256(model)} | {name: weights_sha256(folder) for name, folder in drafters.items()}
     drafters = {name: pair.with_drafter(folder).drafter for name, folder in drafters.items()}
+    for name in options.stale:
+        drafters[f"{name}_stale"], weights[f"{name}_stale"] = Stale(drafters[name]), weights[name]
     blocks = [drafter.config.block_size for drafter in drafters.values()]
     config = BaselineConfig(block_size=blocks[0]) if blocks else BaselineConfig()
     if options.prompt_lookup:
@@ -319,6 +321,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", help="target: folder or hub name (default: the shipped nano)")
     add("--draft", action="append", type=_named, metavar="NAME=FOLDER", help="a drafter; may be repeated")
+    add("--stale", action="append", default=[], metavar="NAME", help="also that drafter with states one round old")
     add("--prompt-lookup", action="store_true", help="also draft by prompt lookup")
     add("--bigram", type=Path, metavar="FILE", help="also draft by a table of successors: .npy, or text as .jsonl(.gz)")
     add("--dataset", type=lambda text: text.split(","), help=f"of {','.join(bench_data.BENCHMARKS)}, with commas")
@@ -350,6 +353,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         found = [name for name in SHIPPED_DRAFTERS if (NANO / name / "config.json").is_file()]
         options.draft = [] if options.model else [(name, NANO / name) for name in found]
     taken = [name for name, _ in options.draft] + [AUTOREGRESSIVE, PROMPT_LOOKUP, BIGRAM]
+    if not set(options.stale) <= set(taken):
+        parser.error(f"--stale: found {', '.join(options.stale)}; names of --draft are needed")
+    taken += [f"{name}_stale" for name in options.stale]
     if len(set(taken)) < len(taken):
         parser.error(f"--draft: every name once, and none of {AUTOREGRESSIVE}, {PROMPT_LOOKUP}, {BIGRAM}")
     if not 0 <= options.process_id < options.num_processes:

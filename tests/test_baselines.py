@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
+from compiling import quick
 from flax import nnx
 
-from ready_jax.baselines import BaselineConfig, Bigram, PromptLookup, Scripted, Seen
+from ready_jax.baselines import BaselineConfig, Bigram, PromptLookup, Scripted, Seen, Stale
 from ready_jax.config import FULL, LINEAR, RopeConfig, TargetConfig
 from ready_jax.decode import Limits, begin, decode
 from ready_jax.state import init_state
@@ -115,3 +117,39 @@ def test_errors_name_the_bounds():
         BaselineConfig(block_size=8)
     with pytest.raises(ValueError, match=r"0\.\.block_size=7"):
         Scripted.by_round(NUM_B, np.zeros((3, 4), int), np.full((3, 1), 8), 11)
+
+
+def test_a_stale_reader_sees_the_states_of_the_round_before():
+    """Round by round: the proposals are those of the drafter itself on the states that the last round began with."""
+    target, drafter = tiny.target(), tiny.drafter(reader=True)
+    stale, (token_BT, num_B) = Stale(drafter), tiny.padded([tiny.prompt(9), tiny.prompt(6, seed=1)])
+    limits = tiny.limits(40, batch=2)
+
+    @quick
+    def start(target, stale, token_BT, num_B):
+        return begin(target, stale, init_state(target.config, 2, 80, dtype=target.dtype), token_BT, num_B, limits)
+
+    @quick
+    def one_round(target, stale, run):
+        return decode(target, stale, run, limits, 1)
+
+    @quick
+    def proposals(target, drafter, run, states):
+        given = drafter.propose(run.context.inner, run.anchor_B, states, target.embed, target.unembed)
+        own = Stale(drafter).propose(run.context, run.anchor_B, run.state.recurrent, target.embed, target.unembed)
+        return given.token_BP, own.token_BP
+
+    run = start(target, stale, token_BT, num_B)
+    states, differ = run.state.recurrent, 0
+    for _ in range(4):
+        given, found = proposals(target, drafter, run, states)
+        np.testing.assert_array_equal(given, found)
+        present, _ = proposals(target, drafter, run, run.state.recurrent)
+        differ += int((np.asarray(present) != np.asarray(found)).sum())
+        states, run = run.state.recurrent, one_round(target, stale, run)
+    assert differ > 0  # else it would prove nothing
+
+
+def test_a_stale_control_needs_a_reader():
+    with pytest.raises(ValueError, match="this one has none"):
+        Stale(tiny.drafter())

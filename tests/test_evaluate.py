@@ -193,6 +193,7 @@ def test_left_over_rows_are_dropped_and_batches_keep_the_order():
         (["--dataset", "gsm8k,gsm8k"], "once"),
         (["--dataset", "gsm9k"], "gsm9k"),
         (["--process-id", "1"], "must lie in 0..0"),
+        (["--stale", "ready"], "names of --draft are needed"),
     ],
 )
 def test_wrong_options_are_refused(words, message, capsys):

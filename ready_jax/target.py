@@ -6,7 +6,9 @@ the few rows of a decoding round, ``sequence`` packed training rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -194,10 +196,13 @@ class Target(nnx.Module):
         state_layers: tuple[int, ...] = (),
         precision: jax.lax.Precision = jax.lax.Precision.HIGHEST,
         remat: bool = False,
+        layer_at: Callable[[int, Any], tuple[Block, Any]] | None = None,
     ) -> Output:
         """Packed training rows from empty memory: segments (equal contiguous ids, 0 = padding) see only themselves.
 
         Differentiable; ``precision`` lowers the delta-rule products, ``remat`` recomputes each block backward.
+        ``layer_at(i, x_BTD)`` gives layer i and the stream back, before layer i - 1 has run: where its weights are
+        elsewhere, they can come meanwhile.
         """
         self._check_taps(taps)
         self._check_state_layers(state_layers)
@@ -222,9 +227,14 @@ class Target(nnx.Module):
                 y_BTD, found = block.mixer.sequence(block.norm(x_BTD), angles, segment_BT), None
             return block.residual(x_BTD, y_BTD), found
 
-        states, tapped = {}, {-1: x_BTD}
-        for i, block in enumerate(self.layers):
-            run = jax.checkpoint(layer) if remat else layer
+        layer_at = layer_at or (lambda i, x_BTD: (self.layers[i], x_BTD))
+        run = jax.checkpoint(layer) if remat else layer
+        states, tapped, last = {}, {-1: x_BTD}, c.num_layers - 1
+        following, x_BTD = layer_at(0, x_BTD)
+        for i in range(c.num_layers):
+            block = following
+            if i < last:
+                following, x_BTD = layer_at(i + 1, x_BTD)
             x_BTD, found = run(block, x_BTD, states_at_BA if i in state_layers else None)
             tapped[i] = x_BTD
             if found is not None:

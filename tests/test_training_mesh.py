@@ -1,16 +1,22 @@
 """Runs over several devices and processes: the losses of one device, whatever is split; a save fits any count."""
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny_run as small
 from flax import nnx
 
+from ready_jax.configs.drafter_training import MeshConfig
+from ready_jax.drafter import Drafter
+from ready_jax.kernels import dispatch
 from ready_jax.train import loop
+from ready_jax.train.mesh import make_mesh, placed, placement, traced_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -61,9 +67,14 @@ slow = pytest.mark.slow
     ("data", "shard"), [(2, 2), *(pytest.param(*counts, marks=slow) for counts in ((2, 1), (4, 1), (1, 2), (1, 4)))]
 )
 def test_losses_are_those_of_one_device(place, monkeypatch, data, shard):
-    """The first batch has no anchor at all on half of the devices. Weights and moments stay split; one program."""
-    programs, states = [], []
-    make = loop.steps.make_step
+    """The first batch has no anchor at all on half of the devices. Weights and moments stay split; one program, in
+    which kernels are chosen as on one device."""
+    programs, states, partitioned = [], [], []
+    make, features = loop.steps.make_step, loop.steps.features
+
+    def asked(*args, **options):
+        partitioned.append(dispatch.partitioned.value)
+        return features(*args, **options)
 
     def watched(*args, **options):
         step = make(*args, **options)
@@ -77,18 +88,55 @@ def test_losses_are_those_of_one_device(place, monkeypatch, data, shard):
         return both
 
     monkeypatch.setattr(loop.steps, "make_step", watched)
+    monkeypatch.setattr(loop.steps, "features", asked)
     run = place.run(f"{data}x{shard}", mesh=dict(data=data, shard=shard))
     place.close(small.curve(run.out))
     assert run.skipped == run.nonfinite == 0
     assert programs[0]._cache_size() == 1
+    assert set(partitioned) == {False}
     parts = jax.tree.leaves(states[-1].optimizer, is_leaf=lambda x: hasattr(x, "mu"))
     (moments,) = (part for part in parts if hasattr(part, "mu"))
     for tree in (states[-1].masters, moments.mu, moments.nu):
         weight = tree["layers"][0]["mlp"]["w_in_DI"].get_value()
         assert len(weight.sharding.device_set) == data * shard
-        assert weight.addressable_data(0).shape[1] == weight.shape[1] // shard
+        assert weight.addressable_data(0).shape[0] == weight.shape[0] // shard
     assert {x.devices() == {jax.devices()[0]} for x in jax.tree.leaves(run.drafter)} == {True}
     near(run.drafter, place.one.drafter)
+
+
+def one_step(data: int, shard: int):
+    """Loss, and what gradient descent changes in one step of two micro-batches."""
+    steps, mesh = loop.steps, make_mesh(MeshConfig(data, shard))
+    recipe = small.recipe(Path("unused"), adapt=small.STAGE1)
+    drafter = Drafter(replace(small.DRAFTER, reader=small.READER), rngs=nnx.Rngs(0), dtype="float32")
+    optimizer = optax.sgd(1.0)
+    state, frozen = steps.start(drafter, optimizer, trained=steps.TRAINED, compute_dtype="float32")
+    before = jax.device_get(state.masters)
+    target, state, frozen = (placed(x, mesh) for x in (small.target(), state, frozen))
+    step = steps.make_step(
+        drafter.config, optimizer, recipe.loss, num_anchors=4, seed=0, accumulate=2, placement=placement(state, mesh)
+    )
+    batch = loop.Stream(small.packed(), small.ROWS, 0, mesh=mesh).batch(0)
+    with traced_for(mesh):
+        state, found = step(state, frozen, target, *batch)
+    return float(found["loss"]), jax.tree.map(np.subtract, before, jax.device_get(state.masters))
+
+
+@slow
+@pytest.mark.parametrize(("data", "shard"), [(2, 1), (1, 2)])
+def test_gradients_are_those_of_one_device(tmp_path_factory, data, shard):
+    with small.quickly(small.cache(tmp_path_factory)):
+        loss, gradients = one_step(1, 1)
+        found, others = one_step(data, shard)
+    assert found == pytest.approx(loss, abs=1e-5)
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(gradients))
+    for x, y in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(y, x, rtol=0, atol=1e-5 * max(largest, 1))
+
+
+def test_micro_batches_must_divide_the_rows_of_a_device(place):
+    with pytest.raises(ValueError, match=r"accumulate=8 must divide the 4 rows of a device"):
+        place.run("uneven", mesh=dict(data=2), optimizer=dict(accumulate=8))
 
 
 @slow

@@ -6,6 +6,7 @@ side by side as ``A * P`` rows, see the context strictly before their anchor and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -69,12 +70,13 @@ def features(
     segment_BT: Int[Array, "B T"],
     anchors: Anchors,
     precision: jax.lax.Precision | None = None,
+    layer_at: Callable | None = None,
 ) -> Features:
     """One frozen pass of the target over packed rows; with a reader also the states after the ``a`` tokens
     before each anchor (never after the anchor itself: that would leak it).
 
     ``precision`` of the delta rule's products; None: that of its GPU kernel, which bf16 targets run, and the lowest
-    where operands are spread over a mesh, which no kernel takes.
+    where operands are spread over a mesh, which no kernel takes. ``layer_at``: see ``Target.sequence``.
     """
     if precision is None:
         precision = jax.lax.Precision.DEFAULT if dispatch.partitioned.value else jax.lax.Precision.HIGHEST
@@ -86,6 +88,7 @@ def features(
         states_at_BA=prefixes(filled(anchors), segment_BT) if layers else None,
         state_layers=layers,
         precision=precision,
+        layer_at=layer_at,
     )
     return jax.lax.stop_gradient(Features(out.taps_BTED, out.hidden_BTD, out.states))
 

@@ -226,6 +226,7 @@ def run(recipe: Recipe, *, target=None, log=print) -> RunResult:
     estimate.check_disk(out, estimate.run_bytes(drafter, recipe), "this run's states and exports")
     with traced_for(mesh):
         packed, answers, data = rows_for(target, recipe, log=log)
+    target = placed(target, mesh)  # loaded by its letters, as decoding wants it
     recipe = with_length(recipe, packed)
     identity = flat_config(recipe) | {"rows_sha256": data["rows_sha256"]}
     stream = Stream(packed, recipe.rows.batch, recipe.rows.seed, recipe.rows.first, mesh)

@@ -1,16 +1,19 @@
 """Devices of a run: a mesh from its recipe, modules and training state on it, programs traced for it.
 
-Placement follows a parameter's letters (`ready_jax.sharding`); rows of a batch are spread over all devices. All
-communication is XLA's own, inserted by its partitioner.
+Rows of a batch are spread over all devices, weights and moments are split along their first dimension over `shard`
+(along another one, XLA would keep a transposed copy of each part to gather from). What rows go through is one program
+per device (`on_own_rows`), with kernels as on one; around it XLA's partitioner inserts the communication.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ready_jax import sharding
@@ -35,9 +38,21 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh | No
     return Mesh(np.array(devices[:needed]).reshape(config.data, config.shard), AXES)
 
 
+def specs(tree, mesh: Mesh):
+    """How arrays are laid out: matrices by their first dimension, where it divides; all others are everywhere."""
+
+    def one(x):
+        split = x.ndim > 1 and mesh.shape[AXES[1]] > 1 and x.shape[0] % mesh.shape[AXES[1]] == 0
+        return PartitionSpec(AXES[1]) if split else PartitionSpec()
+
+    return jax.tree.map(one, tree)
+
+
 def placed(tree, mesh: Mesh | None):
-    """Arrays laid out by their letters; without a mesh on the default device."""
-    return tree if mesh is None else sharding.place(tree, mesh)
+    """Arrays laid out by ``specs``; without a mesh as they are."""
+    if mesh is None:
+        return tree
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs(tree, mesh))
 
 
 def placement(tree, mesh: Mesh | None):
@@ -53,6 +68,54 @@ def traced_for(mesh: Mesh | None):
     else:
         with dispatch.partitioned(True), sharding.isolated():
             yield
+
+
+def on_own_rows(function: Callable, mesh: Mesh | None, masters, frozen, target, *rows):
+    """``function(masters, frozen, target, layer_at, *rows)`` by every device for its own rows, the results added up.
+
+    It returns sums, and gradients of ``masters``, which come back laid out like those. Split weights are whole while
+    they are used: those of the target's layers come through ``layer_at`` (see ``Target.sequence``), one at a time,
+    all others once, before the first row.
+    """
+    if mesh is None:
+        return function(masters, frozen, target, None, *rows)
+    modules = masters, frozen, target
+    layout = tuple(specs(x, mesh) for x in modules)
+    rows_spec, everywhere, split = PartitionSpec(AXES), PartitionSpec(), PartitionSpec(AXES[1])
+
+    def whole(tree, layout):
+        gather = lambda x, spec: jax.lax.all_gather(x, AXES[1], tiled=True) if spec == split else x  # noqa: E731
+        return jax.tree.map(gather, tree, layout)
+
+    def added_up(x, spec):
+        if spec != split:
+            return jax.lax.psum(x, AXES)
+        return jax.lax.psum_scatter(jax.lax.psum(x, AXES[0]), AXES[1], tiled=True)
+
+    def own(masters, frozen, target, *rows):
+        layers, layer_specs = target.layers, layout[2].layers
+
+        def layer_at(i, x_BTD):
+            # Behind a barrier, else a loop over rows would gather all layers before it begins.
+            part, x_BTD = jax.lax.optimization_barrier((layers[i], x_BTD))
+            return whole(part, layer_specs[i]), x_BTD
+
+        shell = whole(*(without_layers(x) for x in (target, layout[2])))
+        with dispatch.partitioned(False):
+            found = function(whole(masters, layout[0]), whole(frozen, layout[1]), shell, layer_at, *rows)
+        return jax.lax.psum(found[0], AXES), jax.tree.map(added_up, found[1], layout[0])
+
+    return jax.shard_map(
+        own, mesh=mesh, in_specs=(*layout, *(rows_spec for _ in rows)), out_specs=(everywhere, layout[0]),
+        check_vma=False,
+    )(*modules, *rows)  # fmt: skip
+
+
+def without_layers(target):
+    """A view of the target's other parts; the caller's module stays untouched."""
+    shell = nnx.merge(*nnx.split(target))
+    shell.layers = nnx.List([])
+    return shell
 
 
 def join_processes(coordinator: str, count: int, index: int) -> None:

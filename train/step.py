@@ -24,6 +24,7 @@ from ready_jax.pytree import register
 from ready_jax.train import loss as losses
 from ready_jax.train.anchors import Anchors, block_labels, sample_anchors, step_key
 from ready_jax.train.features import Features, block_hidden, cast, features
+from ready_jax.train.mesh import on_own_rows
 
 _OWN = nnx.All(
     nnx.Param,
@@ -227,35 +228,42 @@ def make_step(
 
     ``accumulate`` micro-batches pass one after another, target included; their (sum, count) pairs add up before
     anything is divided, so that the step is that of the whole batch. ``placement``: the state's shardings, which it
-    keeps (left to the compiler, the second step would be another program).
+    keeps (left to the compiler, the second step would be another program); each device then takes its own rows
+    through all micro-batches before the devices' sums and gradients add up.
     """
+    mesh = None if placement is None else jax.tree.leaves(placement)[0].mesh
+
+    def one(masters, frozen, target, layer_at, anchors, token_BT, mask_BT, segment_BT):
+        found = features(target, drafter_config, token_BT, segment_BT, anchors, layer_at=layer_at)
+
+        def objective(masters):
+            sums = draft_sums(
+                frozen.whole(masters), found, anchors, token_BT, mask_BT, segment_BT,
+                target.embed, target.unembed, loss_config, group=group, dtype=frozen.dtype,
+            )  # fmt: skip
+            return sums.objective, sums
+
+        (_, sums), gradients = jax.value_and_grad(objective, has_aux=True)(masters)
+        return sums, gradients
+
+    def added(masters, frozen, target, layer_at, *batch):
+        rows = batch[1].shape[0]
+        if rows % accumulate:
+            raise ValueError(f"accumulate={accumulate} must divide the {rows} rows of a device")
+        if accumulate == 1:
+            return one(masters, frozen, target, layer_at, *batch)
+        parts = jax.tree.map(lambda x: micro_batches(x, accumulate), batch)
+        nothing = no_sums(drafter_config.block_size), jax.tree.map(jnp.zeros_like, masters)
+
+        def add(so_far, part):
+            return jax.tree.map(jnp.add, so_far, one(masters, frozen, target, layer_at, *part)), None
+
+        return jax.lax.scan(add, nothing, parts)[0]
 
     def step(state: TrainState, frozen: Frozen, target, token_BT, mask_BT, segment_BT):
-        if token_BT.shape[0] % accumulate:
-            raise ValueError(f"accumulate={accumulate} must divide the batch of {token_BT.shape[0]} rows")
         anchors = sample_anchors(step_key(seed, state.step), mask_BT, segment_BT, num_anchors)
-
-        def one(anchors, token_BT, mask_BT, segment_BT):
-            found = features(target, drafter_config, token_BT, segment_BT, anchors)
-
-            def objective(masters):
-                sums = draft_sums(
-                    frozen.whole(masters), found, anchors, token_BT, mask_BT, segment_BT,
-                    target.embed, target.unembed, loss_config, group=group, dtype=frozen.dtype,
-                )  # fmt: skip
-                return sums.objective, sums
-
-            (_, sums), gradients = jax.value_and_grad(objective, has_aux=True)(state.masters)
-            return sums, gradients
-
         batch = (anchors, token_BT, mask_BT, segment_BT)
-        if accumulate == 1:
-            sums, gradients = one(*batch)
-        else:
-            parts = jax.tree.map(lambda x: micro_batches(x, accumulate), batch)
-            nothing = no_sums(drafter_config.block_size), jax.tree.map(jnp.zeros_like, state.masters)
-            add = lambda so_far, part: (jax.tree.map(jnp.add, so_far, one(*part)), None)  # noqa: E731
-            (sums, gradients), _ = jax.lax.scan(add, nothing, parts)
+        sums, gradients = on_own_rows(added, mesh, state.masters, frozen, target, *batch)
         gradients = jax.tree.map(lambda x: losses.ratio(x, sums.weight), gradients)
         state, norm = update(state, gradients, sums, optimizer)
         supervised = jnp.sum(mask_BT, dtype=jnp.float32) / jnp.maximum(jnp.sum(segment_BT > 0, dtype=jnp.float32), 1)

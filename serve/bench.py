@@ -29,13 +29,13 @@ from ready_jax.baselines import Forced, Scripted
 from ready_jax.configs.qwen3_8_27b import PRESETS, Preset
 from ready_jax.decode import Autoregressive, Decoding, DrafterShape, Limits, decode
 from ready_jax.drafter import Drafter
+from ready_jax.kernel_times import communication, kernel_times, traced
 from ready_jax.programs import OPTIONS, Program
 from ready_jax.pytree import register
 from ready_jax.quantize import draft_fp8
 from ready_jax.random_weights import random_drafter, random_memory, random_reader, random_target
 from ready_jax.serve.bench_kernels import Kernels, slope
 from ready_jax.serve.exact import Comparison, every_pair
-from ready_jax.serve.kernel_times import kernel_times
 from ready_jax.state import init_state
 from ready_jax.target import Target
 from ready_jax.tensor_parallel import Sharded, on_shards, place
@@ -284,8 +284,9 @@ class Bench:
         )
         if self.options.profile:
             few = 4
-            found = kernel_times(lambda: self.decode(**arguments, max_rounds=jnp.int32(few)), few)
-            self.record["detail"][name]["kernels"] = found
+            events = traced(lambda: self.decode(**arguments, max_rounds=jnp.int32(few)))
+            found = kernel_times(events, few)
+            self.record["detail"][name] |= dict(kernels=found, communication_us=communication(events, few))
             for kernel in found[:12]:
                 print("  {us:9.1f} us in {launches:6.1f} launches: {kernel}".format(**kernel), flush=True)
         return ms

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ready_jax import devices, lora, provenance
 from ready_jax.baselines import Forced, Scripted
@@ -30,6 +31,7 @@ from ready_jax.configs.drafter_training import MeshConfig, Recipe
 from ready_jax.configs.qwen3_8_27b import PRESETS, Preset
 from ready_jax.decode import Decoding, Limits, decode
 from ready_jax.drafter import Drafter
+from ready_jax.kernel_times import communication, kernel_times, traced
 from ready_jax.programs import Program
 from ready_jax.random_weights import random_drafter, random_memory, random_target
 from ready_jax.state import init_state
@@ -39,7 +41,7 @@ from ready_jax.train import loss as losses
 from ready_jax.train import step as steps
 from ready_jax.train.anchors import block_labels, sample_anchors, step_key
 from ready_jax.train.features import Features, block_hidden, features, filled
-from ready_jax.train.mesh import make_mesh, placed, traced_for
+from ready_jax.train.mesh import make_mesh, placed, specs, traced_for
 
 #: Tokens per round of the drafter that answers are regenerated with: the public DSpark, as published by ReaDy's
 #: authors (arXiv 2610.20503).
@@ -108,15 +110,18 @@ class Bench:
             recipe,
             rows=replace(recipe.rows, **rows),
             optimizer=replace(recipe.optimizer, accumulate=options.accumulate),
-            loss=replace(recipe.loss, slice_blocks=options.slice_blocks * options.rows * self.devices),
+            loss=replace(recipe.loss, slice_blocks=options.slice_blocks * options.rows),
             mesh=self.mesh_config,
         )
 
     # Models and rows
 
     def build(self) -> None:
-        self.target = placed(random_target(self.preset.target), self.mesh)
-        jax.block_until_ready(jax.tree.leaves(self.target))
+        leaves, structure = jax.tree.flatten(random_target(self.preset.target))
+        if self.mesh is not None:  # one by one: the first device has no room for all of them twice
+            for i, spec in enumerate(specs(leaves, self.mesh)):
+                leaves[i] = jax.block_until_ready(jax.device_put(leaves[i], NamedSharding(self.mesh, spec)))
+        self.target = jax.block_until_ready(jax.tree.unflatten(structure, leaves))
         sizes = dict(target=self.target, drafter=nnx.eval_shape(lambda: Drafter(self.config, rngs=nnx.Rngs(0))))
         self.record["weight_bytes"] = {name: estimate.num_bytes(module) for name, module in sizes.items()}
 
@@ -132,7 +137,7 @@ class Bench:
         arrays = (token_BT, mask_BT, segment_BT)
         if self.mesh is None:
             return tuple(jax.device_put(x) for x in arrays)
-        spread = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(self.mesh.axis_names))
+        spread = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         return tuple(jax.device_put(x, spread) for x in arrays)
 
     def start(self, recipe: Recipe) -> tuple[Any, Any]:
@@ -197,9 +202,12 @@ class Bench:
             anchors=float(found["anchors"]),
             nonfinite=int(stage.state.nonfinite),
             peak_gib=peak_gib(),
+            peak_gib_by_device=[memory.peak / GIB for memory in devices.memory() if memory.peak],
             temporary_gib=memory.temp_size_in_bytes / GIB,
             argument_gib=memory.argument_size_in_bytes / GIB,
         )
+        if self.options.profile:
+            detail |= self.profiled(stage)
         if detail["nonfinite"]:
             raise FloatingPointError(f"{name}: {detail['nonfinite']} steps were not finite, loss {detail['loss']}")
         self.record["detail"][name] = detail
@@ -211,6 +219,16 @@ class Bench:
             samples = (recipes.SAMPLES1, recipes.SAMPLES2)
             self.record["hours_both_stages"] = sum(n / rate for n, rate in zip(samples, rates, strict=True)) / 3600
             self.record["assumptions"] |= dict(samples=[recipes.SAMPLES1, recipes.SAMPLES2], sample="one row")
+
+    def profiled(self, stage: Stage) -> dict[str, Any]:
+        """Kernels of one step, and its communication: mean microseconds of a device."""
+
+        def call():
+            stage.state, found = stage.compiled(stage.state, stage.frozen, self.target, *stage.batch)
+            return stage.state, found
+
+        events = traced(call)
+        return dict(kernels=kernel_times(events, 1)[:40], communication_us=communication(events, 1))
 
     def room(self, detail: dict[str, Any]) -> dict[str, Any]:
         """How many rows a micro-batch could have, if temporaries grow with them in proportion."""
@@ -466,6 +484,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=int, default=1, help="devices that rows are spread over")
     parser.add_argument("--shard", type=int, default=1, help="devices that weights are split over")
     parser.add_argument("--only", nargs="+", choices=STEPS, metavar="STEP", help=f"of {' '.join(STEPS)}")
+    parser.add_argument("--profile", action="store_true", help="also where a step spends its time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here, after every step")
     parser.add_argument("--decode-batch", type=int, default=64, help="answers regenerated at once")
     parser.add_argument("--acceptance-length", type=float, default=PUBLISHED_ACCEPTANCE, help="of regeneration")

@@ -4,9 +4,9 @@
 
 Parts: links (collectives, bandwidth), nano_training and training_27b (data parallel, weights split), decode_27b (tensor
 parallel), evaluation (data parallel). Every measurement is an entry point of this project in a process of its own, one
-after another, on one GPU and on all that are asked for; an option in XLA is tried where it may help. The record is
-written after every part and keeps what failed; parts of an earlier record in the same FILE stay. `TOKENS` is a corpus
-of regenerated answers (`regenerated.npz.xz` of a training run with `files.save_tokens=True`).
+after another, on one GPU and on all that are asked for; an option of XLA is tried where it may help. The record is
+written after every one of them and keeps what failed; parts of an earlier record in the same FILE stay. `TOKENS` is a
+corpus of regenerated answers (`regenerated.npz.xz` of a training run with `files.save_tokens=True`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sizes:
     decode: tuple[str, ...] = ("--rounds", "65", "--windows", "3")
     evaluation: tuple[str, ...] = ("--max-samples", "96", "--batch-size", "48", "--prompt-tokens", "512")
     limits: Mapping[str, int] = field(
-        default_factory=lambda: dict(links=60, nano_training=180, training_27b=480, decode_27b=480, evaluation=240)
+        default_factory=lambda: dict(links=60, nano_training=180, training_27b=560, decode_27b=560, evaluation=200)
     )
 
 
@@ -164,11 +164,12 @@ def nano_found(outputs: dict[str, Any]) -> dict[str, Any]:
         one, all_ = (
             {line["step"]: line["loss"] for line in outputs[name]["log"]} for name in ("one", "data")
         )  # means over the steps since the line before
-        apart = max(abs(all_[step] - loss) / max(abs(loss), 1e-9) for step, loss in one.items())
+        apart = [abs(all_[step] - loss) / max(abs(loss), 1e-9) for step, loss in one.items()]
         found |= dict(
             speed_up=ratio(found["data"]["samples_per_s"], found["one"]["samples_per_s"]),
-            largest_loss_difference=apart,
-            same_losses=one.keys() == all_.keys() and apart <= ROUNDING,
+            first_loss_difference=apart[0],
+            largest_loss_difference=max(apart),
+            same_losses=one.keys() == all_.keys() and max(apart) <= ROUNDING,
         )
     return found
 
@@ -405,7 +406,8 @@ class Several:
         sizes = SIZES[options.preset]
         self.limits = dict(sizes.limits) | dict(options.limit)
         self.known: dict[str, Path] = dict(options.known)
-        self.parts = parts(sizes, options.devices, options.work.resolve(), options.tokens)
+        self.work = options.work.resolve()
+        self.parts = parts(sizes, options.devices, self.work, options.tokens)
         wrong = sorted(set(self.known) - {f"{part}/{run.name}" for part, x in self.parts.items() for run in x.runs})
         if wrong:
             raise ValueError(f"--known {', '.join(wrong)}: no such run")
@@ -424,6 +426,14 @@ class Several:
             self.part(name)
         return self.record
 
+    def command(self, run: Run) -> str:
+        """What was run, with the places of this machine's files left out."""
+        text = " ".join(["python", "-m", run.module, *run.arguments])
+        places = {str(self.work): "WORK", str(NANO): "ready_jax/assets/nano", self.options.tokens: "TOKENS"}
+        for place, name in places.items():
+            text = text.replace(place, name) if place else text
+        return text
+
     def part(self, name: str) -> None:
         """All runs of a part, what they say together, and the record on the disk."""
         record, part, begun = self.record, self.parts[name], time.perf_counter()
@@ -436,7 +446,7 @@ class Several:
             left = min(begun + self.limits[name], self.begun + self.options.total) - at
             error = None
             if key not in self.known:
-                record["commands"][key] = " ".join(["python", "-m", run.module, *run.arguments])
+                record["commands"][key] = self.command(run)
                 error = self.launch(run, left) if left > 0 else "not started: the time is up"
             if (found := read(output)) is not None:
                 outputs[run.name] = found
@@ -446,10 +456,16 @@ class Several:
                 record["errors"][key] = error
             record["seconds"][key] = round(time.perf_counter() - at, 1)
             print(f"{key}: {error or 'done'} in {record['seconds'][key]} s", flush=True)
+            self.keep(name, outputs)
+
+    def keep(self, name: str, outputs: dict[str, Any]) -> None:
+        """What the runs of a part say together so far, on the disk."""
+        record, wrong = self.record, f"{name}/gather"
+        record["errors"].pop(wrong, None)
         try:
-            record["parts"][name] = part.gather(outputs)
+            record["parts"][name] = self.parts[name].gather(outputs)
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            record["errors"][f"{name}/gather"] = f"{type(error).__name__}: {error}"
+            record["errors"][wrong] = f"{type(error).__name__}: {error}"
         record["conditions"][name] = {run: conditions(found) for run, found in outputs.items()}
         record["commit"] = provenance.commit()
         write_json(self.options.out, record)

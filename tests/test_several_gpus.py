@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_run
 
 from ready_jax import kernel_times
 from ready_jax.serve import several_gpus as several
 from ready_jax.serve.records import lines_file
-from ready_jax.train.corpus import write_corpus
 
 DEVICE = dict(device="gpu", device_kind="NVIDIA H200", device_count=2, versions=dict(jax="0.11.2"), commit="abc")
 
@@ -91,7 +89,7 @@ class Launch:
 
 def make(folder: Path, launch: Launch, *more: str) -> tuple[dict, dict]:
     out = folder / "two.json"
-    options = several.parse(["--out", str(out), "--work", str(folder / "work"), "--tokens", "T", *more])
+    options = several.parse(["--out", str(out), "--work", str(folder / "work"), "--tokens", "a/b.npz.xz", *more])
     found = several.Several(options, launch=launch)()
     return found, json.loads(out.read_text())
 
@@ -115,6 +113,8 @@ def test_everything_is_gathered(tmp_path):
     assert found["evaluation"]["same_metrics"], found["evaluation"]["differences"]
     assert record["conditions"]["evaluation"]["all"]["device_kind"] == "NVIDIA H200"
     assert record["commands"]["training_27b/shard"].startswith("python -m ready_jax.train.bench --preset qwen3_8_27b")
+    assert "files.tokens=TOKENS files.out=WORK/nano_training/one/run" in record["commands"]["nano_training/one"]
+    assert str(Path.cwd()) not in json.dumps(written["commands"])
     lines = several.table(record).splitlines()
     assert any("weights split, samples/s" in line and "1.733" in line and ">= 1.7" in line for line in lines)
     assert all(len(line) < 110 for line in lines)
@@ -149,6 +149,12 @@ def test_a_known_output_is_not_measured_again_and_time_is_bounded(tmp_path):
     assert record["errors"] == {"links/all": "not started: the time is up"}
     with pytest.raises(ValueError, match="no such run"):
         make(tmp_path, launch, "--known", "training_27b/three=x.json")
+
+
+def test_an_output_that_nothing_can_be_read_from_is_a_failure(tmp_path):
+    record, _ = make(tmp_path, Launch(OUTPUTS | {"nano_training/data": {}}), "--only", "nano_training")
+    assert record["errors"] == {"nano_training/gather": "KeyError: 'log'"}
+    assert record["seconds"].keys() == {"nano_training/one", "nano_training/data"}
 
 
 def test_other_losses_and_texts_are_noticed(tmp_path):
@@ -188,6 +194,10 @@ def test_communication_is_what_collectives_take_and_what_nothing_hides():
 @pytest.mark.slow
 def test_the_whole_script_on_two_simulated_devices(tmp_path):
     """Tiny, in minutes; times mean nothing here."""
+    import tiny_run
+
+    from ready_jax.train.corpus import write_corpus
+
     tokens, out = tmp_path / "tokens.npz.xz", tmp_path / "two.json"
     write_corpus(tokens, tiny_run.corpus(count=60))
     command = [sys.executable, "-m", "ready_jax.serve.several_gpus", "--preset", "lookalike", "--out", str(out)]
@@ -199,7 +209,7 @@ def test_the_whole_script_on_two_simulated_devices(tmp_path):
     assert (done.returncode, record["errors"]) == (0, {}), done.stdout
     found = record["parts"]
     assert all(found["links"]["correct"].values())
-    assert found["nano_training"]["same_losses"]
+    assert found["nano_training"]["first_loss_difference"] < several.ROUNDING
     for name in ("data", "shard"):
         assert found["training_27b"][name]["samples_per_s"] > 0
     for name in ("one", "all"):

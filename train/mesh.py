@@ -96,7 +96,7 @@ def on_own_rows(function: Callable, mesh: Mesh | None, masters, frozen, target, 
         layers, layer_specs = target.layers, layout[2].layers
 
         def layer_at(i, x_BTD):
-            # Behind a barrier, else a loop over rows would gather all layers before it begins.
+            # Behind a barrier: XLA merges gathers, and would those of many small layers into one at the beginning.
             part, x_BTD = jax.lax.optimization_barrier((layers[i], x_BTD))
             return whole(part, layer_specs[i]), x_BTD
 

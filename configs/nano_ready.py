@@ -17,8 +17,8 @@ from ready_jax.configs.drafter_training import (
     RowsConfig,
 )
 
-#: Steps of 64 rows of 640 tokens (4.2 answers each); the stages stand to each other as 20k to 50k samples. Together they
-#: see the 89 k answers 2.5 times: three times the samples of the published recipe.
+#: Steps of 64 rows of 640 tokens (4.2 answers each); the stages stand to each other as 20k to 50k samples. Together
+#: they see the 89 k answers 2.5 times: three times the samples of the published recipe.
 STAGE1, STAGE2 = 240, 600
 BATCH = 64
 LOSS = LossConfig(ce=1.0, l1=0.1, confidence=0.0)

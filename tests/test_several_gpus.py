@@ -6,9 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from ready_jax import kernel_times
+from ready_jax.serve import links
 from ready_jax.serve import several_gpus as several
 from ready_jax.serve.records import lines_file
 
@@ -189,6 +193,15 @@ def test_communication_is_what_collectives_take_and_what_nothing_hides():
     assert found == dict(collectives=0.75, exposed=0.5, span=3.0)
     assert kernel_times.communication([], 1) is None
     assert kernel_times.kernel_times(devices, 2)[0] == dict(kernel="gemm", launches=1.0, us=1.0)
+
+
+def test_collectives_are_checked(monkeypatch):
+    mesh = Mesh(np.array(jax.devices()[:3]), (links.AXIS,))
+    assert links.check(mesh) == dict(all_reduce=True, all_gather=True, copy=True)
+    monkeypatch.setattr(links, "around", lambda count: lambda x: x)
+    assert links.check(mesh) == dict(all_reduce=True, all_gather=True, copy=False)
+    with pytest.raises(ValueError, match="--devices 1: 2 to 4 are here"):
+        links.measure(1, 1 << 20, 1)
 
 
 @pytest.mark.slow

@@ -36,10 +36,13 @@ lock: .venv/ready
 	$(BIN)/uv export $(EXPORT) --output-file requirements.lock --quiet
 EXPORT := --frozen --extra dev --no-hashes --no-emit-project --no-header --no-annotate
 
-# The environment, made again only when the lock changes.
+# The environment, made again only when the lock changes. uv, itself in the lock, installs it in seconds instead of
+# minutes; where it cannot reach the index that pip is set up for, pip does it.
 .venv/ready: requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 12) <= sys.version_info < (3, 14) else "$(PYTHON) is Python " + sys.version.split()[0] + "; ready-jax needs 3.12 or 3.13 (jax-triton 0.4 needs 3.12): try make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet "$$(grep ^uv== requirements.lock)"
+	$(BIN)/uv pip install --quiet --no-deps --python $(BIN)/python --requirement requirements.lock || \
+		$(BIN)/python -m pip install --quiet --no-deps --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

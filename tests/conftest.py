@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -13,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a test that wants the hub is a bug, not a 
 
 import jax
 import pytest
+from compiling import LEVEL
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -31,6 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (platform := jax.default_backend()) != "gpu":
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU; jax runs on {platform}"))
+
+
+@pytest.fixture(scope="module")
+def quick_programs() -> Iterator[None]:
+    """Programs of a pair compiled as in `compiling.py`: for files about what is done with tokens and counts."""
+    from ready_jax import programs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "OPTIONS", programs.OPTIONS | LEVEL)
+        yield
 
 
 @pytest.fixture(scope="session")

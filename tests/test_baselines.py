@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ BATCH, WIDTH, NEW = 3, 9, 40
 NUM_B = np.array([9, 4, 6], np.int32)
 
 
-@partial(jax.jit, static_argnames="proposals")
+@partial(quick, static_argnames="proposals")
 def generate(target, drafter, token_BT, budget, proposals=7):
     state = init_state(target.config, BATCH, WIDTH + NEW, dtype=target.dtype)
     limits = Limits(

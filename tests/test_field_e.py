@@ -20,6 +20,7 @@ from ready_jax.config import FULL, LINEAR
 from ready_jax.pair import Pair
 from ready_jax.state import init_state
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
 TWO = (LINEAR, FULL)
 PROMPT = tiny.prompt(11)
 

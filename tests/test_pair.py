@@ -27,6 +27,7 @@ from ready_jax.pair import AUTOREGRESSIVE, DSPARK, READY, Pair, as_batch
 from ready_jax.pytree import register
 from ready_jax.streaming import Watch
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
 TWO = (LINEAR, FULL)
 PROMPT = tiny.prompt(11, seed=4)
 LONG = 40

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import ready_jax.programs
 from ready_jax.baselines import Scripted
 from ready_jax.config import FULL, LINEAR, DrafterConfig, ReaderConfig, RopeConfig, TargetConfig
 from ready_jax.decode import Limits
@@ -191,8 +192,13 @@ def programs() -> tuple[Program, Program]:
 
 
 @functools.cache
-def shared_programs() -> tuple[Program, Program]:
+def _shared_programs(options: tuple) -> tuple[Program, Program]:
     return programs()
+
+
+def shared_programs() -> tuple[Program, Program]:
+    """Those of all tests that compile alike."""
+    return _shared_programs(tuple(ready_jax.programs.OPTIONS.items()))
 
 
 def generate(

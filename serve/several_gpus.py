@@ -451,7 +451,7 @@ class Several:
             if (found := read(output)) is not None:
                 outputs[run.name] = found
             elif error is None:
-                error = f"it left no {output}"
+                error = f"it left no {output.name}"
             if error is not None:
                 record["errors"][key] = error
             record["seconds"][key] = round(time.perf_counter() - at, 1)

@@ -114,7 +114,7 @@ def one_step(data: int, shard: int):
     before = jax.device_get(state.masters)
     target, state, frozen = (placed(x, mesh) for x in (small.target(), state, frozen))
     step = steps.make_step(
-        drafter.config, optimizer, recipe.loss, num_anchors=4, seed=0, accumulate=2, placement=placement(state, mesh)
+        drafter.config, optimizer, recipe.loss, num_anchors=4, accumulate=2, placement=placement(state, mesh)
     )
     batch = loop.Stream(small.packed(), small.ROWS, 0, mesh=mesh).batch(0)
     with traced_for(mesh):

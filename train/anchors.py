@@ -36,9 +36,9 @@ class Labels:
     mask_BAP: Bool[Array, "B A P"]
 
 
-def step_key(seed: int, step):
-    """The key of one training step: every random choice derives from (seed, step)."""
-    return jax.random.fold_in(jax.random.key(seed), step)
+def step_key(seed, place):
+    """The key of one training step: every random choice derives from the seed and the batch's place in the stream."""
+    return jax.random.fold_in(jax.random.key(seed), place)
 
 
 def usable(mask_BT: Bool[Array, "B T"], segment_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:

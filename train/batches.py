@@ -106,7 +106,7 @@ class Stream:
         self._size, self._seed, self._first = size, seed, first // size
         self._per_epoch = rows // size
         self._epoch, self._order = -1, np.zeros(0, np.int64)
-        self._sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._mesh = mesh
 
     def index(self, step: int) -> NDArray[np.int64]:
         """The rows of step ``step`` (counted from 0)."""
@@ -117,14 +117,18 @@ class Stream:
         return self._order[place * self._size : (place + 1) * self._size]
 
     def batch(self, step: int) -> tuple[jax.Array, ...]:
-        """Tokens, mask and segments [B, T] of a step, on the devices."""
+        """Tokens, mask and segments [B, T] of a step on the devices, and what its anchors are drawn from: the seed and
+        the place in the stream [2], so that runs that meet the same rows meet the same anchors."""
         index = self.index(step)
         host = [x[index] for x in self._arrays]
         host = [x if x.dtype == bool else x.astype(np.int32) for x in host]
-        if self._sharding is None:
+        host.append(np.array([self._seed, self._first + step], np.int32))
+        if self._mesh is None:
             return tuple(jax.device_put(x) for x in host)
+        specs = [PartitionSpec(self._mesh.axis_names)] * (len(host) - 1) + [PartitionSpec()]
         return tuple(
-            jax.make_array_from_callback(x.shape, self._sharding, lambda at, x=x: x[at]) for x in host
+            jax.make_array_from_callback(x.shape, NamedSharding(self._mesh, spec), lambda at, x=x: x[at])
+            for x, spec in zip(host, specs, strict=True)
         )  # every process holds all rows and hands over those of its own devices
 
     @property

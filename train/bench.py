@@ -126,7 +126,7 @@ class Bench:
         self.record["weight_bytes"] = {name: estimate.num_bytes(module) for name, module in sizes.items()}
 
     def batch(self, rows: int) -> tuple[jax.Array, ...]:
-        """Random rows, spread over the mesh: two texts each, of which five sixths are supervised."""
+        """Random rows, spread over the mesh: two texts each, of which five sixths are supervised; and ``draw``."""
         rng, length = np.random.default_rng(0), self.options.length
         token_BT = rng.integers(0, self.config.mask_token_id, (rows, length)).astype(np.int32)
         cut_B1 = rng.integers(length // 3, 2 * length // 3, (rows, 1))
@@ -134,11 +134,11 @@ class Bench:
         inside_BT = np.where(place_T < cut_B1, place_T, place_T - cut_B1)
         mask_BT = inside_BT >= np.where(place_T < cut_B1, cut_B1, length - cut_B1) // 6
         segment_BT = np.where(place_T < cut_B1, 1, 2).astype(np.int32)
-        arrays = (token_BT, mask_BT, segment_BT)
+        arrays, draw = (token_BT, mask_BT, segment_BT), np.zeros(2, np.int32)
         if self.mesh is None:
-            return tuple(jax.device_put(x) for x in arrays)
-        spread = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        return tuple(jax.device_put(x, spread) for x in arrays)
+            return *(jax.device_put(x) for x in arrays), jax.device_put(draw)
+        spread, whole = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((self.mesh.axis_names,), ()))
+        return *(jax.device_put(x, spread) for x in arrays), jax.device_put(draw, whole)
 
     def start(self, recipe: Recipe) -> tuple[Any, Any]:
         """State and frozen part of a stage before its first step."""
@@ -157,8 +157,7 @@ class Bench:
         placement = None if self.mesh is None else jax.tree.map(lambda x: x.sharding, state)
         step = steps.make_step(
             self.config, steps.make_optimizer(recipe.optimizer), recipe.loss, num_anchors=recipe.rows.anchors,
-            seed=recipe.rows.seed, accumulate=recipe.optimizer.accumulate, group=recipe.rows.group,
-            placement=placement,
+            accumulate=recipe.optimizer.accumulate, group=recipe.rows.group, placement=placement,
         )  # fmt: skip
         batch = self.batch(recipe.rows.batch)
         return Stage(recipe, self.compiled(step, state, frozen, self.target, *batch), state, frozen, batch)
@@ -262,7 +261,7 @@ class Bench:
 
     def micro_batch(self) -> tuple[Any, ...]:
         """Tokens, mask, segments and anchors of one micro-batch."""
-        batch = self.batch(self.options.rows * self.devices)
+        *batch, _ = self.batch(self.options.rows * self.devices)
         return *batch, sample_anchors(step_key(0, 0), batch[1], batch[2], self.options.anchors)
 
     def target_pass(self) -> None:

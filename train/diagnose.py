@@ -15,12 +15,12 @@ from ready_jax.train.mesh import gathered
 from ready_jax.train.step import draft_sums
 
 
-def bad_rows(recipe: Recipe, drafter, target, batch, step: int, mesh=None) -> tuple[np.ndarray, str]:
+def bad_rows(recipe: Recipe, drafter, target, batch, mesh=None) -> tuple[np.ndarray, str]:
     """(which rows [B] are not finite on their own, the terms of the whole batch in words).
 
     The anchors are those of the step; the drafter is as it stands, and one row is computed at a time.
     """
-    found = row_sums(drafter, target, *batch, step, rows=recipe.rows, loss=recipe.loss)
+    found = row_sums(drafter, target, *batch, rows=recipe.rows, loss=recipe.loss)
     terms, weight, finite = jax.device_get(gathered(found, mesh))
     good = finite & np.logical_and.reduce([np.isfinite(x) for x in terms.values()])
     words = ", ".join(f"{name} {x.sum() / max(weight.sum(), 1e-9):.4g}" for name, x in terms.items())
@@ -28,9 +28,9 @@ def bad_rows(recipe: Recipe, drafter, target, batch, step: int, mesh=None) -> tu
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "loss"))
-def row_sums(drafter, target, token_BT, mask_BT, segment_BT, step, *, rows: RowsConfig, loss: LossConfig):
+def row_sums(drafter, target, token_BT, mask_BT, segment_BT, draw, *, rows: RowsConfig, loss: LossConfig):
     """Of every row: sums of the loss's terms, their weight, and whether the target's hidden states are finite."""
-    anchors = sample_anchors(step_key(rows.seed, step), mask_BT, segment_BT, rows.anchors)
+    anchors = sample_anchors(step_key(*draw), mask_BT, segment_BT, rows.anchors)
 
     def one(arguments):
         anchors, token_BT, mask_BT, segment_BT = jax.tree.map(lambda x: x[None], arguments)

@@ -84,8 +84,7 @@ class Run:
         optimizer = steps.make_optimizer(recipe.optimizer)
         step = steps.make_step(
             self.config, optimizer, recipe.loss, num_anchors=recipe.rows.anchors,
-            seed=recipe.rows.seed, accumulate=recipe.optimizer.accumulate, group=recipe.rows.group,
-            placement=placement(self.state, self.mesh),
+            accumulate=recipe.optimizer.accumulate, group=recipe.rows.group, placement=placement(self.state, self.mesh),
         )  # fmt: skip
         under_way: deque[tuple[int, Any]] = deque()
         begun, first = time.perf_counter(), True
@@ -129,9 +128,7 @@ class Run:
             return
         index, batch = self.stream.index(number - 1), self.stream.batch(number - 1)
         with traced_for(self.mesh):
-            bad, terms = bad_rows(
-                self.recipe, self.frozen.whole(self.state.masters), self.target, batch, number - 1, self.mesh
-            )
+            bad, terms = bad_rows(self.recipe, self.frozen.whole(self.state.masters), self.target, batch, self.mesh)
         rows = index[bad].tolist() or index.tolist()
         self.show.line(
             f"step {number}: loss or gradient is not finite, the step was skipped ({streak} in a row); "

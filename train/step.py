@@ -219,13 +219,14 @@ def make_step(
     loss_config: LossConfig,
     *,
     num_anchors: int,
-    seed: int,
     accumulate: int = 1,
     group: int = 0,
     placement=None,
 ):
-    """``step(state, frozen, target, token_BT, mask_BT, segment_BT) -> (state, metrics)``, jitted; state is donated.
+    """``step(state, frozen, target, *batch) -> (state, metrics)``, jitted; state is donated.
 
+    ``batch``: tokens, mask and segments [B, T], and ``draw``: the seed and the place in the stream of rows, from
+    which its anchors are drawn.
     ``accumulate`` micro-batches pass one after another, target included; their (sum, count) pairs add up before
     anything is divided, so that the step is that of the whole batch. ``placement``: the state's shardings, which it
     keeps (left to the compiler, the second step would be another program); each device then takes its own rows
@@ -260,8 +261,8 @@ def make_step(
 
         return jax.lax.scan(add, nothing, parts)[0]
 
-    def step(state: TrainState, frozen: Frozen, target, token_BT, mask_BT, segment_BT):
-        anchors = sample_anchors(step_key(seed, state.step), mask_BT, segment_BT, num_anchors)
+    def step(state: TrainState, frozen: Frozen, target, token_BT, mask_BT, segment_BT, draw):
+        anchors = sample_anchors(step_key(*draw), mask_BT, segment_BT, num_anchors)
         batch = (anchors, token_BT, mask_BT, segment_BT)
         sums, gradients = on_own_rows(added, mesh, state.masters, frozen, target, *batch)
         gradients = jax.tree.map(lambda x: losses.ratio(x, sums.weight), gradients)

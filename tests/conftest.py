@@ -22,7 +22,10 @@ install_import_hook("ready_jax", "beartype.beartype")  # the linked folders too:
 
 
 #: Files that compile for minutes, longest first: begun first, so that no worker is left alone with one at the end.
-LONGEST = ("exact", "nano", "target", "pair", "field_e", "notebooks", "loss", "first_use", "bench", "gated_delta")
+LONGEST = (
+    "notebooks", "exact", "target", "loss", "training_mesh", "loop", "run_state", "gated_delta", "nano", "first_use",
+    "pair", "field_e", "bench", "baselines", "field_a", "decode_golden", "reader", "tensor_parallel",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

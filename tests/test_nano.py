@@ -17,9 +17,9 @@ def loaded(dtype: str):
     return pair, exact.Loop(pair), exact.shipped_prompts(pair, 4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_nano_speculates_bit_identically(dtype):
-    """4 prompts x 64 tokens; ``make exact`` does 40 x 200 and every pair of acceptance counts."""
+    """4 prompts x 64 tokens; `test_exact.py` has both types; ``make exact`` does 40 x 200 and every pair of acceptance counts."""
     pair, loop, prompts = loaded(dtype)
     found = exact.compare_drafter(pair, prompts, 64, loop)
     assert found.mismatches == dict(tokens=0, logits=0, lengths=0, memory=0)
@@ -37,7 +37,7 @@ def test_the_walk_over_acceptance_counts_holds_every_pair_once():
 
 def test_the_comparison_counts_what_differs():
     """One bit of one logit, one token, one memory value."""
-    _, loop, prompts = loaded("float32")
+    _, loop, prompts = loaded("bfloat16")
     run = loop.run(None, prompts, [4] * 4, 256)  # the shapes of the test above: nothing is compiled
     assert run.logits_BNV is not None
     other = jax.tree.map(lambda x: x, run)

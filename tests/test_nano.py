@@ -19,7 +19,7 @@ def loaded(dtype: str):
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_nano_speculates_bit_identically(dtype):
-    """4 prompts x 64 tokens; `test_exact.py` has both types; ``make exact`` does 40 x 200 and every pair of acceptance counts."""
+    """4 prompts x 64 tokens; ``make exact`` does 40 x 200, in both types, and every pair of acceptance counts."""
     pair, loop, prompts = loaded(dtype)
     found = exact.compare_drafter(pair, prompts, 64, loop)
     assert found.mismatches == dict(tokens=0, logits=0, lengths=0, memory=0)

@@ -1,7 +1,5 @@
 """Token drafters through the shared decode loop: exact text, and exactly the scripted acceptance."""
 
-from functools import partial
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,9 +35,19 @@ BATCH, WIDTH, NEW = 3, 9, 40
 NUM_B = np.array([9, 4, 6], np.int32)
 
 
-@partial(quick, static_argnames="proposals")
-def generate(target, drafter, token_BT, budget, proposals=7):
+@quick
+def start(target, drafter, token_BT, limits):
     state = init_state(target.config, BATCH, WIDTH + NEW, dtype=target.dtype)
+    return begin(target, drafter, state, token_BT, jnp.array(NUM_B), limits)
+
+
+@quick
+def go_on(target, drafter, run, limits):
+    return decode(target, drafter, run, limits, 200)
+
+
+def generate(target, drafter, token_BT, budget, proposals=7):
+    """Token drafters begin alike, with the tokens that they have seen: one program for all of them."""
     limits = Limits(
         budget_B=jnp.full((BATCH,), budget),
         stop_L=jnp.array([-1]),
@@ -47,7 +55,8 @@ def generate(target, drafter, token_BT, budget, proposals=7):
         threshold=jnp.zeros(()),
         draft_limit=jnp.array(1 << 30),
     )
-    return decode(target, drafter, begin(target, drafter, state, token_BT, jnp.array(NUM_B), limits), limits, 200)
+    run = start(target, None if drafter is None else PromptLookup(), token_BT, limits)
+    return go_on(target, drafter, run, limits)
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,10 @@ def nano_ready_stage1() -> Recipe:
     """The reader alone, over the frozen base drafter: CE + 0.1 L1, no confidence loss.
 
     `python -m ready_jax.train.loop nano_ready_stage1 files.tokens=TOKENS files.out=FOLDER`
-    `TOKENS` is `regenerated.npz.xz` of a `nano_base` run with `files.save_tokens=True`; without it the answers are
-    made again (138 s of an H200). Writes `FOLDER/adapter` (reader beside the base) and `FOLDER/merged`.
+    `TOKENS` is `regenerated.npz.xz` of a `nano_base` run with `files.save_tokens=True`, or written by
+    `python -m ready_jax.train.regenerate --recipe nano_ready_stage1 --out TOKENS` (its conversations by
+    `train.data`); without it the answers are made again (138 s of an H200). Writes `FOLDER/adapter` (reader beside
+    the base) and `FOLDER/merged`.
     Cost: not measured; a step runs what `nano_base` runs (28 ms on an H200), the reader added.
     """
     return Recipe(

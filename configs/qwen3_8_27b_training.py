@@ -1,10 +1,15 @@
 """ReaDy's two stages over the public DSpark drafter of Qwen3.8-27B, the control without states, and DSpark itself.
 
-Data: answers of the target, thinking on, to the prompts of `mlabonne/open-perfectblend`. `TOKENS` is a corpus of them
-(`train.samples.read_samples` reads the hub's rows, `train.encode` renders, `train.corpus.write_corpus` writes), split
-into rows of 2048 tokens; a row counts as a sample. A micro-batch is one row, whose 512 blocks pass the drafter at once
-and are kept for the gradient: with the target (50 GiB) that is about 75 GiB, of 134 that an H200 has. Smaller devices
-set `rows.group` (anchors that pass together and are recomputed).
+Data: answers of the target, thinking on, to the prompts of `mlabonne/open-perfectblend`. `TOKENS` is a corpus of them,
+which two commands write, the second speculatively with the public drafter and resumable:
+
+    python -m ready_jax.train.data --dataset mlabonne/open-perfectblend --prompts --max-tokens 768 --max-samples 100000
+        --tokenizer Qwen/Qwen3.8-27B --out out/perfectblend.npz.xz
+    python -m ready_jax.train.regenerate --recipe qwen3_8_27b_ready_stage1 --out TOKENS
+
+It is split into rows of 2048 tokens; a row counts as a sample. A micro-batch is one row, whose 512 blocks pass the
+drafter at once and are kept for the gradient: with the target (50 GiB) that is about 75 GiB, of 134 that an H200 has.
+Smaller devices set `rows.group` (anchors that pass together and are recomputed).
 
 Where the publication of ReaDy (arXiv 2610.20503) is silent the values are this project's: LoRA's rank and targets,
 learning rates, batch, warm-up, anchors (as in DSpark, arXiv 2607.05147). `python -m ready_jax.train.bench` times a

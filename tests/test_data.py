@@ -1,7 +1,9 @@
 """Training data: labels by span, cuts, packing, the files, the shipped tokenizer and prompts."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ready_jax.bench_data import NOT_SHIPPED, SHIPPED, bench_prompts
+from ready_jax.train.batches import read_shards
 from ready_jax.train.corpus import write_stream
 from ready_jax.train.data import (
     ChatFormat,
@@ -19,6 +22,8 @@ from ready_jax.train.data import (
     collect,
     cut,
     encode,
+    encode_prompts,
+    main,
     pack,
     read_corpus,
     read_samples,
@@ -305,6 +310,156 @@ def test_samples_are_read_from_folder_glob_and_file(tmp_path: Path):
     (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(ValueError, match=r"row 0 .*\['prompt'\].*`messages`"):
         list(read_samples(tmp_path / "b.jsonl"))
+
+
+# The command for datasets
+
+TURNS = [
+    ["Be brief.", "one and two?", "three"],
+    ["", "what is a cat?", "an animal", "and a dog?", "an animal too, " + "and so on " * 40],
+    ["", "nothing is said to this", ""],
+    ["", "who is there?", "me<|im_end|>"],
+]
+
+
+def write_lines(path: Path, layout: str) -> Path:
+    """The conversations as JSON lines in a layout, and one that nobody answers."""
+    who = {"messages": ("system", "user", "assistant"), "conversations": ("system", "human", "gpt")}[layout]
+    keys = {"messages": ("role", "content"), "conversations": ("from", "value")}[layout]
+    lines = []
+    for system, *turns in [*TURNS, ["", "nobody answers"]]:
+        said = [(who[0], system)] * bool(system) + [(who[1 + i % 2], text) for i, text in enumerate(turns)]
+        lines.append(json.dumps({layout: [dict(zip(keys, one, strict=True)) for one in said], "source": "made"}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("layout", ["messages", "conversations"])
+def test_a_dataset_becomes_a_corpus_with_its_counts(tokenizer, tmp_path: Path, capsys, layout: str):
+    lines = write_lines(tmp_path / "a.jsonl", layout)
+    main(["--dataset", str(lines), "--out", str(tmp_path / "a.npz.xz"), "--max-tokens", "64"])
+    corpus = read_corpus(tmp_path / "a.npz.xz")
+    info = json.loads((tmp_path / "a.json").read_text())
+    assert corpus.info == info
+    texts = [tokenizer.decode(corpus.document(i)) for i in range(len(corpus))]
+    assert texts[0].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none and two?<|im_end|>")
+    assert texts[0].endswith("<think>\n\n</think>\n\nthree<|im_end|>\n")
+    first = corpus.select([0])
+    assert tokenizer.decode(first.tokens[first.mask]) == "three<|im_end|>"
+    assert (info["samples"], info["kept"], info["truncated"], info["empty"], info["malformed"]) == (5, 3, 1, 1, 1)
+    assert (info["enable_thinking"], info["prompts"], info["max_tokens"]) == (False, False, 64)
+    assert info["supervised"] == corpus.mask.mean()
+    assert corpus.lengths.max() == 64
+    assert "5 samples, 3 kept" in capsys.readouterr().out
+
+
+def test_a_dataset_becomes_packed_shards(tmp_path: Path):
+    lines = write_lines(tmp_path / "a.jsonl", "conversations")
+    words = ["--dataset", str(lines), "--out", str(tmp_path / "rows.npz.xz"), "--length", "64", "--shard-rows", "1"]
+    main(words)
+    assert sorted(path.name for path in tmp_path.glob("rows-*.xz")) == ["rows-00000.npz.xz", "rows-00001.npz.xz"]
+    packed, infos = read_shards(str(tmp_path / "rows-*.npz.xz"))
+    assert packed.token_BT.shape == (2, 64)
+    info = infos["rows-00001.npz.xz"]
+    assert info["supervised"] == packed.mask_BT.sum() / (packed.segment_BT > 0).sum()
+    assert (info["truncated"], info["max_tokens"]) == (1, 64)
+
+
+def test_prompts_of_a_dataset_end_as_an_evaluation_s_do(tokenizer, tmp_path: Path):
+    lines = write_lines(tmp_path / "a.jsonl", "conversations")
+    words = ["--dataset", str(lines), "--prompts", "--enable-thinking", "--out", str(tmp_path / "a.npz.xz")]
+    main(words)
+    corpus = read_corpus(tmp_path / "a.npz.xz")
+    assert [corpus.document_spans(i).tolist() for i in range(len(corpus))] == [[[n, n]] for n in corpus.lengths]
+    texts = [tokenizer.decode(corpus.document(i)) for i in range(len(corpus))]
+    assert all(text.endswith("<|im_end|>\n<|im_start|>assistant\n") for text in texts)
+    assert ["three" in text for text in texts] == [False] * 3
+    assert (corpus.info["kept"], corpus.info["empty"], corpus.info["malformed"]) == (3, 1, 1)
+    assert corpus.info["enable_thinking"]
+
+
+def test_the_answer_that_a_prompt_waits_for_is_drawn_and_a_long_one_is_cut_away(tokenizer):
+    samples = [chat("one?", "a", "two?", "b", name=f"s{i}") for i in range(60)]
+    stats = Stats()
+    found = [tokenizer.decode(x.token_T) for x in encode_prompts(samples, tokenizer, thinking=False, stats=stats)]
+    assert 15 < sum("two?" in text for text in found) < 45
+    assert {text[-20:] for text in found} == {found[0][-20:]}
+    assert found[0].endswith("<think>\n\n</think>\n\n")
+    short = list(encode_prompts(samples, tokenizer, 20, thinking=False, stats=stats))
+    assert [len(x.token_T) <= 20 for x in short] == [True] * sum("two?" not in text for text in found)
+    assert (stats.kept, stats.cut_away) == (60 + len(short), 60 - len(short))
+
+
+def test_a_dataset_without_a_supervised_token_is_an_error(tmp_path: Path):
+    lines = tmp_path / "a.jsonl"
+    words = ["--dataset", str(lines), "--out", str(tmp_path / "a.npz.xz")]
+    asked = {"from": "human", "value": "anybody?"}
+    lines.write_text(json.dumps({"conversations": [asked]}) + "\n")
+    with pytest.raises(ValueError, match=r"none of the first 1 conversations has a supervised token .*empty 1"):
+        main(words)
+    with pytest.raises(ValueError, match=r"has no prompt .*empty 1"):
+        main([*words, "--prompts"])
+    lines.write_text(json.dumps({"conversations": [asked, {"from": "gpt", "value": "yes"}]}) + "\n")
+    with pytest.raises(ValueError, match=r"no supervised token of at most 4 tokens: 1 samples, .*cut away 1"):
+        main([*words, "--max-tokens", "4"])
+    lines.write_text('{"conversations": [')
+    with pytest.raises(ValueError, match=r"a\.jsonl:1 is no JSON"):
+        main(words)
+    assert not (tmp_path / "a.npz.xz").exists()
+    with pytest.raises(ValueError, match=r"FILE\.npz\.xz"):
+        main([*words[:3], str(tmp_path / "a.npz")])
+
+
+def test_samples_are_drawn_from_the_whole_of_a_local_file(tmp_path: Path):
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(200)))
+
+    def drawn(seed: int) -> list[int]:
+        out = tmp_path / "a.npz.xz"
+        main(["--dataset", str(lines), "--out", str(out), "--max-samples", "20", "--seed", str(seed)])
+        corpus, tokenizer = read_corpus(out), AutoTokenizer.from_pretrained(TARGET)
+        texts = [tokenizer.decode(corpus.document(i)[:-1]) for i in range(len(corpus))]
+        return [int(text.removeprefix("line ")) for text in texts]
+
+    first = drawn(0)
+    assert len(set(first)) == 20
+    assert max(first) > 150 > 50 > min(first)
+    assert first == drawn(0) != drawn(1)
+
+
+def test_conversations_that_a_template_refuses_or_cannot_show_are_malformed(tokenizer):
+    calls = Sample("c", messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": None}])
+    tool = Sample("t", messages=[{"role": "tool", "content": "3"}])
+    stats = Stats()
+    assert len(list(encode([calls, tool, chat("q", "a")], tokenizer, stats=stats))) == 1
+    assert (stats.samples, stats.malformed) == (3, 2)
+
+
+class FromTheHub(list):
+    def shuffle(self, seed: int, buffer_size: int) -> "FromTheHub":
+        return FromTheHub(self[seed:] + self[:seed])
+
+
+def test_hub_rows_are_streamed_and_need_datasets(tmp_path: Path, monkeypatch):
+    asked = []
+
+    def load_dataset(name, **options):
+        asked.append((name, options))
+        return FromTheHub({"text": f"line {i}"} for i in range(5))
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert [sample.text for sample in read_samples("some/name")] == [f"line {i}" for i in range(5)]
+    words = ["--dataset", "some/name", "--out", str(tmp_path / "a.npz.xz")]
+    main([*words, "--max-samples", "2", "--seed", "3", "--revision", "r", "--split", "s"])
+    corpus = read_corpus(tmp_path / "a.npz.xz")
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    texts = [tokenizer.decode(corpus.document(i)[:-1]) for i in range(len(corpus))]
+    assert texts == ["line 3", "line 4"]
+    assert asked[-1] == ("some/name", dict(split="s", revision="r", streaming=True))
+    assert (corpus.info["dataset"], corpus.info["revision"]) == ("some/name", "r")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"some/name is no local file.*ready-jax\[train\]"):
+        main(words)
 
 
 # The shipped tokenizer and prompts

@@ -39,7 +39,7 @@ def read_shards(pattern: str) -> tuple[Packed, dict]:
     """Packed rows of every file that the glob names, in the order of their names; ValueError if there is none."""
     paths = sorted(glob.glob(pattern))
     if not paths:
-        raise ValueError(f"files.shards={pattern!r} names no file: packed rows (train.corpus.write_shard) are needed")
+        raise ValueError(f"files.shards={pattern!r} names no file: packed rows (train.data --length) are needed")
     parts, infos = zip(*(read_shard(Path(path)) for path in paths), strict=True)
     lengths = sorted({part.token_BT.shape[1] for part in parts})
     if len(lengths) > 1:

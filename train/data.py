@@ -1,9 +1,15 @@
-"""Training data, from JSON lines to packed rows; and the corpus files that train nano.
+"""Training data, from a hub dataset or JSON lines to a corpus or packed rows; and the corpus files that train nano.
 
+    python -m ready_jax.train.data --dataset NAME_OR_FILE --tokenizer TARGET --out FILE.npz.xz [--length 2048]
+    python -m ready_jax.train.data --dataset NAME_OR_FILE --tokenizer TARGET --out FILE.npz.xz --prompts
     python -m ready_jax.train.data --data-dir DIR --out out/data
 
-9 CPU minutes (10 to 21 by the clock on two shared cores). Expected: 177,195 conversations in 37.0 M tokens (3.60
-bytes a token, 46.9 % supervised), 39.1 M tokens of plain text (3.55 bytes a token), 49 MB in four files.
+The first writes conversations with their answers as labels (`files.tokens`, with --length packed `files.shards`), the
+second what `train.regenerate` has answered by the target: prompts that end as an evaluation's do, which conversations
+cut before an answer need not (a thought is begun in Qwen's, thinking on). The third writes nano's.
+
+Nano's take 9 CPU minutes (10 to 21 by the clock on two shared cores). Expected: 177,195 conversations in 37.0 M tokens
+(3.60 bytes a token, 46.9 % supervised), 39.1 M tokens of plain text (3.55 bytes a token), 49 MB in four files.
 
 The steps are files of their own: `samples` reads rows, `encode` tokenises them with supervised spans,
 `corpus` stores and packs them. A trainer imports all of it from here.
@@ -14,7 +20,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +40,10 @@ from ready_jax.train.corpus import (
     write_shard,
     write_stream,
 )
-from ready_jax.train.encode import ChatFormat, Document, Stats, cut, encode, render
-from ready_jax.train.samples import Sample, local_files, read_samples, unit_hash
+from ready_jax.train.encode import ChatFormat, Document, Stats, cut, encode, encode_prompts, render
+from ready_jax.train.samples import Sample, draw, local_files, read_samples, unit_hash
+
+NANO = SHIPPED.parent / "target"
 
 __all__ = [
     "ChatFormat",
@@ -49,6 +57,7 @@ __all__ = [
     "collect",
     "cut",
     "encode",
+    "encode_prompts",
     "pack",
     "provenance",
     "read_corpus",
@@ -98,6 +107,8 @@ def collect(documents: Iterable[Document], info: dict[str, Any] | None = None) -
     sources = tuple(sorted({document.source for document in documents}))
     category_id = {name: number for number, name in enumerate(categories)}
     source_id = {name: number for number, name in enumerate(sources)}
+    if max(len(categories), len(sources)) > 256:
+        raise ValueError(f"found {len(categories)} categories and {len(sources)} sources: a corpus numbers 256 of each")
     return Corpus(
         np.concatenate([document.token_T for document in documents]),
         np.cumsum([0, *(len(document.token_T) for document in documents)], dtype=np.int64),
@@ -141,6 +152,46 @@ def answer_lengths(corpus: Corpus) -> dict[str, dict[str, float]]:
             **{f"p{q}": float(np.percentile(size[chosen], q)) for q in (10, 50, 90, 99)},
         }
     return table
+
+
+def make_dataset(options: argparse.Namespace, tokenizer: Any, log: Callable[[str], Any] = print) -> list[Path]:
+    """The dataset of the command line as a corpus or, with a length, as packed shards. Returns the files written.
+
+    Raises:
+        ValueError: nothing is kept, so nothing would be supervised.
+    """
+    where, seed, out = options.dataset, options.seed, Path(options.out)
+    if not out.name.endswith(".npz.xz") or (options.prompts and options.length):
+        raise ValueError(f"found --out {out}: FILE.npz.xz is needed, and --prompts are a corpus: without --length")
+    files, stats = local_files(where), Stats()
+    drawn = None if options.max_samples is None else seed
+    samples: Iterable[Sample] = read_samples(where, options.split, revision=options.revision, seed=drawn)
+    if options.max_samples is not None:
+        limit = options.max_samples
+        samples = draw(samples, limit, seed) if files else itertools.islice(samples, limit)
+    limit = options.max_tokens or options.length
+    made = encode_prompts if options.prompts else encode
+    documents = list(made(samples, tokenizer, limit, thinking=options.enable_thinking, seed=seed, stats=stats))
+    log(f"{where}: {stats}")
+    if not documents:
+        what = "prompt" if options.prompts else "supervised token"
+        raise ValueError(f"{where} has no {what} of at most {limit} tokens: {stats}")
+    info = provenance(tokenizer, files, seed, stats) | {
+        "dataset": str(where), "split": options.split, "revision": options.revision, "max_tokens": limit,
+        "prompts": options.prompts, "enable_thinking": options.enable_thinking,
+        "supervised": stats.labels / stats.tokens,
+    }  # fmt: skip
+    corpus = collect(documents, info)
+    if not options.length:
+        write_corpus(out, corpus)
+        return [out]
+    packed = pack(corpus, options.length, seed)
+    paths = []
+    for first in range(0, len(packed.token_BT), options.shard_rows):
+        paths.append(out.with_name(f"{out.name.removesuffix('.npz.xz')}-{len(paths):05d}.npz.xz"))
+        rows = slice(first, first + options.shard_rows)
+        write_shard(paths[-1], Packed(packed.token_BT[rows], packed.mask_BT[rows], packed.segment_BT[rows]), info)
+    return paths
 
 
 def make_sft(data_dir: Path, out: Path, tokenizer: Any, seed: int, max_tokens: int) -> int:
@@ -210,24 +261,41 @@ def make_prompts(data_dir: Path, out: Path, tokenizer: Any) -> int:
     return (out / "prompts.npz").stat().st_size
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, required=True, help="has blend/, blend_pretrain/ and bench/")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, default=SHIPPED.parent / "target")
-    parser.add_argument("--max-tokens", type=int, default=768, help="limit of a conversation")
-    parser.add_argument("--code-share", type=float, default=1.0, help="share of the Python files to keep")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    add = parser.add_argument
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--dataset", help="hub name, or JSON lines: a file, a folder or a glob")
+    where.add_argument("--data-dir", type=Path, help="nano's data: has blend/, blend_pretrain/ and bench/")
+    add("--out", type=Path, required=True, help="FILE.npz.xz; a folder with --data-dir")
+    add("--tokenizer", default=str(NANO), help="the target: folder or hub name (default: nano)")
+    add("--tokenizer-revision")
+    add("--max-tokens", type=int, help="limit of a conversation (default: --length; 768 with --data-dir)")
+    add("--code-share", type=float, default=1.0, help="with --data-dir: share of the Python files to keep")
+    add("--seed", type=int, default=0)
+    add("--prompts", action="store_true", help="what to have answered, without the dataset's answers")
+    add("--max-samples", type=int, help="draw so many by --seed (default: all, in order)")
+    add("--enable-thinking", action=argparse.BooleanOptionalAction, help="default: on, but off for nano")
+    add("--length", type=int, help="write packed rows of so many tokens, not a corpus")
+    add("--shard-rows", type=int, default=16_384, help="rows of a file of packed rows")
+    add("--split", default="train", help="of a hub dataset")
+    add("--revision", help="of a hub dataset")
+    args = parser.parse_args(arguments)
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, revision=args.tokenizer_revision)
     start = time.perf_counter()
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    sizes = {
-        "prompts": make_prompts(args.data_dir, args.out, tokenizer),
-        "heldout": make_heldout(args.data_dir, args.out, tokenizer, args.seed, args.max_tokens),
-        "sft": make_sft(args.data_dir, args.out, tokenizer, args.seed, args.max_tokens),
-        "pretrain": make_pretrain(args.data_dir, args.out, tokenizer, args.seed, args.code_share),
-    }
+    if args.dataset:
+        if args.enable_thinking is None:
+            args.enable_thinking = Path(args.tokenizer).resolve() != NANO.resolve()
+        sizes = {str(path): path.stat().st_size for path in make_dataset(args, tokenizer)}
+    else:
+        max_tokens = args.max_tokens or 768
+        args.out.mkdir(parents=True, exist_ok=True)
+        sizes = {
+            "prompts": make_prompts(args.data_dir, args.out, tokenizer),
+            "heldout": make_heldout(args.data_dir, args.out, tokenizer, args.seed, max_tokens),
+            "sft": make_sft(args.data_dir, args.out, tokenizer, args.seed, max_tokens),
+            "pretrain": make_pretrain(args.data_dir, args.out, tokenizer, args.seed, args.code_share),
+        }
     seconds = round(time.perf_counter() - start, 1)
     print(json.dumps({"bytes": sizes, "total": sum(sizes.values()), "seconds": seconds}))
 

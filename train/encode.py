@@ -1,4 +1,4 @@
-"""Samples to tokens with supervised spans.
+"""Samples to tokens with supervised spans, or to the prompts that answers are regenerated for.
 
 A conversation is rendered once, whole, with the tokenizer's own chat template, and tokenised once; a label
 is a token of an assistant message or of the end of turn after it, not of the header nor an empty think block.
@@ -6,11 +6,12 @@ is a token of an assistant message or of the end of turn after it, not of the he
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from ready_jax.train.samples import Messages, Sample, unit_hash
@@ -51,7 +52,7 @@ class Stats:
     truncated: int = 0  # longer than the limit, and kept
     cut_away: int = 0  # dropped: all labels lay behind the limit
     empty: int = 0  # dropped: no label in the whole rendering
-    malformed: int = 0  # dropped: its own words hold a special token or a header of the template
+    malformed: int = 0  # dropped: no text, its own words hold a special token or a header, or the template refuses it
 
     def __str__(self) -> str:
         return (
@@ -132,29 +133,87 @@ def encode(
     stats = Stats() if stats is None else stats
     chat = ChatFormat.of(tokenizer) if tokenizer.chat_template else ChatFormat("", "")
     chats = labelled = 0
-    for batch in itertools.batched(samples, BATCH):
-        texts = [_text(sample, tokenizer, thinking, seed) for sample in batch]
-        encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-        for sample, text, encoding in zip(batch, texts, encodings, strict=True):
-            document = _document(sample, text, encoding, tokenizer, chat, stats)
-            if sample.text is None:
-                chats += 1
-                labelled += document is not None and document.num_labels > 0
-            if chats == check_first and not labelled:
-                raise ValueError(_no_labels(tokenizer, chat, chats))
-            if document is not None and (document := _keep(document, text, max_tokens, stats)) is not None:
-                yield document
+    for sample, text, encoding in _tokenised(samples, tokenizer, stats, lambda s: _text(s, tokenizer, thinking, seed)):
+        document = None if encoding is None else _document(sample, text, encoding, tokenizer, chat, stats)
+        if sample.text is None:
+            chats += 1
+            labelled += document is not None and document.num_labels > 0
+        if chats == check_first and not labelled:
+            raise ValueError(_no_labels(tokenizer, chat, chats, stats))
+        if document is not None and (document := _keep(document, text, max_tokens, stats)) is not None:
+            yield document
     if chats and not labelled:
-        raise ValueError(_no_labels(tokenizer, chat, chats))
+        raise ValueError(_no_labels(tokenizer, chat, chats, stats))
 
 
-def _no_labels(tokenizer: Any, chat: ChatFormat, chats: int) -> str:
+def encode_prompts(
+    samples: Iterable[Sample],
+    tokenizer: Any,
+    max_tokens: int | None = None,
+    *,
+    thinking: bool = True,
+    seed: int = 0,
+    stats: Stats | None = None,
+) -> Iterator[Document]:
+    """What the target is asked in an evaluation: conversations up to one answer, with the generation prompt.
+
+    The hash of (seed, sample id) chooses the answer. A document's one span is empty: it says where an answer belongs.
+    Conversations without an answer are counted as empty, prompts longer than `max_tokens` as cut away.
+    """
+    stats = Stats() if stats is None else stats
+
+    def asked(sample: Sample) -> str:
+        messages = sample.messages or []
+        answers = [i for i, message in enumerate(messages) if i and message.get("role") == "assistant"]
+        if not answers:
+            return ""
+        before = messages[: answers[int(unit_hash(seed, sample.id) * len(answers))]]
+        return render(tokenizer, before, thinking, add_generation_prompt=True)
+
+    for sample, text, encoding in _tokenised(samples, tokenizer, stats, asked):
+        size = 0 if encoding is None else len(encoding.ids)
+        if encoding is None or size == 0 or (max_tokens is not None and size > max_tokens):
+            stats.empty += encoding is not None and size == 0
+            stats.cut_away += size > 0
+            continue
+        stats.kept += 1
+        stats.bytes += len(text.encode())
+        stats.tokens_uncut += size
+        stats.tokens += size
+        token_T = np.array(encoding.ids, _dtype(tokenizer))
+        yield Document(token_T, np.array([[size, size]], np.int32), sample.source, sample.category)
+
+
+def _no_labels(tokenizer: Any, chat: ChatFormat, chats: int, stats: Stats) -> str:
     name = tokenizer.name_or_path or type(tokenizer).__name__
     return (
         f"none of the first {chats} conversations has a supervised token under the chat template of {name}: "
-        f"found {chat}; needed a generation prompt that begins assistant messages, and an end. "
+        f"found {chat} ({stats}); needed a generation prompt that begins assistant messages, and an end. "
         f"The template begins: {(tokenizer.chat_template or '')[:200]!r}"
     )
+
+
+def _tokenised(
+    samples: Iterable[Sample], tokenizer: Any, stats: Stats, text_of: Callable[[Sample], str]
+) -> Iterator[tuple[Sample, str, Any]]:
+    """Samples, counted, with their text and its tokens; None instead of tokens for malformed ones, counted too."""
+    for batch in itertools.batched(samples, BATCH):
+        texts: list[str | None] = []
+        for sample in batch:
+            words = [sample.text] if sample.messages is None else [m.get("content") for m in sample.messages]
+            plain = all(isinstance(part, str) for part in words)
+            if not plain or any(special in part for part in words for special in tokenizer.all_special_tokens):
+                texts.append(None)
+                continue
+            try:
+                texts.append(text_of(sample))
+            except TemplateError:  # such as roles that it does not know
+                texts.append(None)
+        encodings = tokenizer.backend_tokenizer.encode_batch([x or "" for x in texts], add_special_tokens=False)
+        for sample, text, encoding in zip(batch, texts, encodings, strict=True):
+            stats.samples += 1
+            stats.malformed += text is None
+            yield sample, text or "", None if text is None else encoding
 
 
 def _text(sample: Sample, tokenizer: Any, thinking: bool | None, seed: int) -> str:
@@ -167,15 +226,14 @@ def _text(sample: Sample, tokenizer: Any, thinking: bool | None, seed: int) -> s
     return render(tokenizer, sample.messages or [], flag)
 
 
+def _dtype(tokenizer: Any) -> type[np.integer]:
+    return np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+
+
 def _document(
     sample: Sample, text: str, encoding: Any, tokenizer: Any, chat: ChatFormat, stats: Stats
 ) -> Document | None:
-    stats.samples += 1
-    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
-    words = [message["content"] for message in sample.messages or []] if sample.text is None else [sample.text]
-    if any(special in part for part in words for special in tokenizer.all_special_tokens):
-        stats.malformed += 1
-        return None
+    dtype = _dtype(tokenizer)
     if sample.text is not None:
         token_T = np.array([*encoding.ids, tokenizer.pad_token_id], dtype)
         return Document(token_T, np.array([[0, len(token_T)]], np.int32), sample.source, sample.category)

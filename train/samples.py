@@ -3,13 +3,19 @@
 import glob
 import gzip
 import hashlib
+import heapq
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+
+LAYOUTS = ("messages", "conversations", "text")
+#: Speakers of `conversations`, as chat templates call them.
+ROLES = {"human": "user", "gpt": "assistant"}
+SHUFFLED = 10_000  # rows of a hub dataset that are shuffled together
 
 
 @dataclass(frozen=True)
@@ -29,27 +35,59 @@ def unit_hash(seed: int, sample_id: str) -> float:
     return int.from_bytes(digest) / 2**64
 
 
-def read_samples(where: str | Path, split: str = "train") -> Iterator[Sample]:
-    """Read a .jsonl(.gz) file, a folder of them (held-out files left out), a glob, or a hub dataset."""
-    for number, row in enumerate(_rows(where, split)):
-        messages, text = row.get("messages"), row.get("text")
-        if (messages is None) == (text is None):
-            found = f"row {number} of {where} has the keys {sorted(row)}"
-            raise ValueError(f"{found}: exactly one of `messages` and `text` is needed")
+def read_samples(
+    where: str | Path, split: str = "train", *, revision: str | None = None, seed: int | None = None
+) -> Iterator[Sample]:
+    """Read a .jsonl(.gz) file, a folder of them (held-out files left out), a glob, or a hub dataset, streaming.
+
+    Rows have `messages` (role and content), `conversations` (from and value) or `text`. ``revision`` and ``seed`` (to
+    shuffle within a buffer; None: in order) are for the hub.
+    """
+    for number, row in enumerate(_rows(where, split, revision, seed)):
+        found = [name for name in LAYOUTS if row.get(name) is not None]
+        if len(found) != 1:
+            keys = f"row {number} of {where} has the keys {sorted(row)}"
+            raise ValueError(f"{keys}: exactly one of {', '.join(f'`{name}`' for name in LAYOUTS)} is needed")
+        content = row[found[0]]
+        messages, text = (None, content) if found[0] == "text" else (_messages(content), None)
         sample_id = str(row.get("id", f"{where}:{number}"))
-        yield Sample(sample_id, row.get("source", ""), row.get("category", "text"), messages, text)
+        yield Sample(sample_id, row.get("source") or "", row.get("category") or "text", messages, text)
 
 
-def _rows(where: str | Path, split: str) -> Iterator[dict[str, Any]]:
+def _messages(turns: list[dict[str, Any]]) -> Messages:
+    """Turns of either layout with role and content."""
+    if not any("from" in turn for turn in turns):
+        return turns
+    speakers = [str(turn.get("from")) for turn in turns]
+    return [{"role": ROLES.get(x, x), "content": turn.get("value")} for x, turn in zip(speakers, turns, strict=True)]
+
+
+def draw(samples: Iterable[Sample], count: int, seed: int) -> list[Sample]:
+    """``count`` samples whose places have the lowest hashes: evenly from all of them, one pass, shuffled."""
+    placed = heapq.nsmallest(count, enumerate(samples), key=lambda pair: unit_hash(seed, str(pair[0])))
+    return [sample for _, sample in placed]
+
+
+def _rows(where: str | Path, split: str, revision: str | None, seed: int | None) -> Iterator[dict[str, Any]]:
     files = local_files(where)
     if not files:
-        import datasets  # here, not above: local files need no hub library
-
-        yield from datasets.load_dataset(str(where), split=split, streaming=True)
+        try:
+            import datasets  # here, not above: local files need no hub library
+        except ImportError as error:
+            raise ImportError(
+                f"{where} is no local file, and hub datasets need the package `datasets`, which is not installed: "
+                "pip install 'ready-jax[train]', or give JSON lines"
+            ) from error
+        rows = datasets.load_dataset(str(where), split=split, revision=revision, streaming=True)
+        yield from rows if seed is None else rows.shuffle(seed=seed, buffer_size=SHUFFLED)
     for file in files:
         opener = gzip.open if file.suffix == ".gz" else open
         with opener(file, "rt", encoding="utf-8") as lines:
-            yield from map(json.loads, lines)
+            for number, line in enumerate(lines, 1):
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{file}:{number} is no JSON ({error}): one object a line is needed") from error
 
 
 def local_files(where: str | Path) -> list[Path]:

@@ -10,7 +10,7 @@ import pytest
 from test_metrics import method, record, text
 from test_report import evaluated
 
-from ready_jax.configs.nano_ready import nano_ready_stage2
+from ready_jax.configs.nano_ready import BATCH, STAGE1, STAGE2, nano_ready_stage2
 from ready_jax.serve import ablate, records, study
 
 NAMES = [cell.name for cell in ablate.cells()]
@@ -172,7 +172,8 @@ def test_facts_of_training_runs(tmp_path):
     assert missing == ["ready_w16_s1_stage1"]
     assert row["recipe"] == "nano_ready_stage2"
     assert row["changes"] == {"adapt.window": 16, "rows.seed": 1}
-    assert (row["first_row"], row["rows_seen"], row["tokens_seen"]) == (25600, 64000, 64000 * 640)
+    seen = BATCH * STAGE2
+    assert (row["first_row"], row["rows_seen"], row["tokens_seen"]) == (BATCH * STAGE1, seen, seen * 640)
     assert (row["loss"], row["ce_loss"], row["nonfinite"]) == (2.0, 1.5, 1)
     with pytest.raises(ValueError, match=r"are \(16, 1, 'own'\), \(16, 0, 'own'\) are needed for ready_w16_s1"):
         study.training([replace(cell, seed=0)], [tmp_path])

@@ -9,9 +9,7 @@ written after every step, so that a run that is cut short keeps what it has.
 from __future__ import annotations
 
 import argparse
-import json
 import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +32,7 @@ from ready_jax.programs import OPTIONS, Program
 from ready_jax.pytree import register
 from ready_jax.quantize import draft_fp8
 from ready_jax.random_weights import random_drafter, random_memory, random_reader, random_target
+from ready_jax.recorded import Recorded
 from ready_jax.serve.bench_kernels import Kernels, slope
 from ready_jax.serve.exact import Comparison, every_pair
 from ready_jax.state import init_state
@@ -113,11 +112,11 @@ def traffic(target: Target | Sharded, drafter: Drafter | Sharded | None, tokens:
     return found | dict(total=sum(found.values()))
 
 
-class Bench:
+class Bench(Recorded):
     """One configuration: its model, its memory at the asked-for context, and the record."""
 
     def __init__(self, options: argparse.Namespace, preset: Preset):
-        self.options, self.preset, self.turns = options, preset, tuple(options.turns)
+        self.options, self.preset, self.turns, self.file = options, preset, tuple(options.turns), options.json
         self.xla = dict(item.split("=", 1) for item in options.xla_option)
         reader = reader_config(preset, options.drafter, options.reader)
         self.config = preset.drafter(options.drafter, reader)
@@ -384,17 +383,9 @@ class Bench:
         for name, measurement in each.measure().items():
             self.attempt(name, lambda name=name, measurement=measurement: self.record.update({name: measurement()}))
 
-    # The order, and what survives a failure
+    # The order
 
-    def attempt(self, name: str, step) -> None:
-        """Run a step, keep its failure, write the record, print a line."""
-        start, before = time.perf_counter(), dict(self.record)
-        try:
-            step()
-        except Exception as error:
-            traceback.print_exc()
-            self.record["errors"][name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        self.record["seconds"][name] = round(time.perf_counter() - start, 2)
+    def settle(self) -> None:
         self.record["compile_seconds"] = round(sum(p.compile_seconds for p in self.programs), 2)
         self.record["trace_seconds"] = round(sum(p.trace_seconds for p in self.programs), 2)
         peaks = [memory.peak for memory in devices.memory() if memory.peak]
@@ -402,16 +393,6 @@ class Bench:
             self.record["peak_gib"] = max(peaks) / 2**30
             if self.options.context >= 16000:
                 self.record["peak_gib_16k"] = self.record["peak_gib"]
-        self.write()
-        values = {k: v for k, v in self.record.items() if isinstance(v, int | float) and before.get(k) != v}
-        failed = f"FAILED {self.record['errors'][name]}" if name in self.record["errors"] else "done"
-        found = ", ".join(f"{key} {value:.5g}" for key, value in values.items())
-        print(f"{name}: {failed} in {self.record['seconds'][name]} s; {found}", flush=True)
-
-    def write(self) -> None:
-        if self.options.json:
-            self.options.json.parent.mkdir(parents=True, exist_ok=True)
-            self.options.json.write_text(json.dumps(self.record, indent=2, default=str) + "\n", encoding="utf-8")
 
     def __call__(self) -> dict[str, Any]:
         self.attempt("build", self.build)

@@ -75,7 +75,9 @@ def measure(devices: int, num_bytes: int, windows: int) -> dict[str, Any]:
     if not 1 < devices <= len(found):
         raise ValueError(f"--devices {devices}: 2 to {len(found)} are here")
     mesh, d = Mesh(np.array(found[:devices]), (AXIS,)), devices
-    total = lambda x: jax.lax.psum(x, AXIS)  # noqa: E731
+
+    def total(x):
+        return jax.lax.psum(x, AXIS)
 
     def gather(x):
         return jax.lax.all_gather(x[:, : x.shape[1] // d], AXIS, axis=1, tiled=True)

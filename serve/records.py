@@ -180,7 +180,10 @@ def _check(whole: dict[str, Any], found: dict[str, Any], first: Path, file: Path
 def _runs(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """How two evaluations ran: seconds add up, peaks are the larger one's."""
     a, b = one["budget"], other["budget"]
-    largest = lambda key: max((x[key] for x in (a, b) if x[key] is not None), default=None)  # noqa: E731
+
+    def largest(key: str):
+        return max((x[key] for x in (a, b) if x[key] is not None), default=None)
+
     budget = {key: largest(key) for key in a if key != "seconds"}
     budget["seconds"] = {name: a["seconds"][name] + b["seconds"][name] for name in a["seconds"]}
     commits = list(dict.fromkeys([*one["commits"], other["commit"]]))

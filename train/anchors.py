@@ -41,13 +41,18 @@ def step_key(seed, place):
     return jax.random.fold_in(jax.random.key(seed), place)
 
 
+def pairs(mask_BT, segment_BT):
+    """Which tokens, all but a row's last, may begin a block (NumPy or JAX arrays): see ``usable``."""
+    same_BT = (segment_BT[:, :-1] == segment_BT[:, 1:]) & (segment_BT[:, :-1] > 0)
+    return mask_BT[:, :-1] & mask_BT[:, 1:] & same_BT
+
+
 def usable(mask_BT: Bool[Array, "B T"], segment_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     """Where a block may start: a token and the one after it are supervised and of one segment.
 
     The last prompt token is therefore never an anchor: decoding never drafts from it either.
     """
-    pair_BT = mask_BT[:, :-1] & mask_BT[:, 1:] & (segment_BT[:, :-1] == segment_BT[:, 1:]) & (segment_BT[:, :-1] > 0)
-    return jnp.pad(pair_BT, [(0, 0), (0, 1)])
+    return jnp.pad(pairs(mask_BT, segment_BT), [(0, 0), (0, 1)])
 
 
 def sample_anchors(key, mask_BT: Bool[Array, "B T"], segment_BT: Int[Array, "B T"], num_anchors: int) -> Anchors:

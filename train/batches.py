@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from ready_jax.configs.drafter_training import Recipe
+from ready_jax.train.anchors import pairs
 from ready_jax.train.corpus import Corpus, Packed, pack, read_corpus, read_shard, write_corpus
 from ready_jax.train.regenerate import digest, regenerate
 
@@ -61,9 +62,7 @@ def rows_for(target, recipe: Recipe, *, log=print) -> tuple[Packed, Corpus | Non
         answers = tokens_for(target, recipe, log=log)
         packed = pack(answers, recipe.rows.length, recipe.rows.seed)
         record = {"answers": answers.info, "tokens_sha256": digest(answers)}
-    mask_BT, segment_BT = packed.mask_BT, packed.segment_BT
-    pair_BT = mask_BT[:, :-1] & mask_BT[:, 1:] & (segment_BT[:, :-1] == segment_BT[:, 1:]) & (segment_BT[:, :-1] > 0)
-    usable_B = pair_BT.any(axis=1)  # `anchors.usable`, on the host
+    usable_B = pairs(packed.mask_BT, packed.segment_BT).any(axis=1)
     supervised = float(packed.mask_BT.sum() / max((packed.segment_BT > 0).sum(), 1))
     log(
         f"{len(packed.token_BT)} rows of {packed.token_BT.shape[1]} tokens, {supervised:.1%} supervised, "

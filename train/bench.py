@@ -10,9 +10,7 @@ script of the stated acceptance (`baselines.Forced`). The record is written afte
 from __future__ import annotations
 
 import argparse
-import json
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +32,7 @@ from ready_jax.drafter import Drafter
 from ready_jax.kernel_times import communication, kernel_times, traced
 from ready_jax.programs import Program
 from ready_jax.random_weights import random_drafter, random_memory, random_target
+from ready_jax.recorded import Recorded
 from ready_jax.state import init_state
 from ready_jax.target import Target
 from ready_jax.train import estimate
@@ -66,11 +65,11 @@ class Stage:
     batch: tuple[jax.Array, ...]
 
 
-class Bench:
+class Bench(Recorded):
     """One configuration: models, rows, and the record."""
 
     def __init__(self, options: argparse.Namespace, preset: Preset):
-        self.options, self.preset = options, preset
+        self.options, self.preset, self.file = options, preset, options.json
         self.xla = dict(item.split("=", 1) for item in options.xla_option)
         self.mesh_config = MeshConfig(options.data, options.shard)
         self.mesh = make_mesh(self.mesh_config)
@@ -413,34 +412,15 @@ class Bench:
         detail["prompt_tokens_per_s"] = options.prompt_tokens / prompt_seconds
         self.record["hours_regeneration"] = samples * (options.answer_tokens / rate + prompt_seconds) / 3600
 
-    # The order, and what survives a failure
+    # The order
 
-    def attempt(self, name: str, step: Callable[[], None]) -> None:
-        """Run a step, keep its failure, write the record, print a line."""
-        begun = time.perf_counter()
-        try:
-            step()
-        except Exception as error:
-            traceback.print_exc()
-            self.record["errors"][name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        self.record["seconds"][name] = round(time.perf_counter() - begun, 2)
-        self.record["compile_seconds"] = round(
-            self.compile_seconds + sum(program.compile_seconds for program in self.programs), 2
-        )
-        self.record["trace_seconds"] = round(
-            self.trace_seconds + sum(program.trace_seconds for program in self.programs), 2
-        )
-        self.write()
-        shown = self.record["detail"].get(name) or (self.record["split_ms"] if name in ("parts", "target") else None)
-        failed = f"FAILED {self.record['errors'][name]}" if name in self.record["errors"] else "done"
-        numbers = {key: value for key, value in (shown or {}).items() if isinstance(value, int | float)}
-        found = ", ".join(f"{key} {value:.5g}" for key, value in numbers.items())
-        print(f"{name}: {failed} in {self.record['seconds'][name]} s; {found}", flush=True)
+    def settle(self) -> None:
+        for name, own in (("compile_seconds", self.compile_seconds), ("trace_seconds", self.trace_seconds)):
+            self.record[name] = round(own + sum(getattr(program, name) for program in self.programs), 2)
 
-    def write(self) -> None:
-        if self.options.json:
-            self.options.json.parent.mkdir(parents=True, exist_ok=True)
-            self.options.json.write_text(json.dumps(self.record, indent=2, default=str) + "\n", encoding="utf-8")
+    def found(self, name: str, before: dict[str, Any]) -> dict[str, Any]:
+        of_parts = self.record["split_ms"] if name in ("parts", "target") else None
+        return self.record["detail"].get(name) or of_parts or {}
 
     def __call__(self) -> dict[str, Any]:
         self.attempt("build", self.build)

@@ -176,7 +176,9 @@ def _scanned(slice_sums, weights, moved, fixed) -> dict[str, Array]:
         return jax.tree.map(jnp.add, so_far, more)
 
     def forward_only(weights, moved, fixed):
-        one = lambda found, some: (add(found, slice_sums(weights, *some)), None)  # noqa: E731
+        def one(found, some):
+            return add(found, slice_sums(weights, *some)), None
+
         return jax.lax.scan(one, nothing, (moved, fixed))[0]
 
     def forward(*arguments):

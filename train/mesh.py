@@ -84,7 +84,9 @@ def on_own_rows(function: Callable, mesh: Mesh | None, masters, frozen, target, 
     rows_spec, everywhere, split = PartitionSpec(AXES), PartitionSpec(), PartitionSpec(AXES[1])
 
     def whole(tree, layout):
-        gather = lambda x, spec: jax.lax.all_gather(x, AXES[1], tiled=True) if spec == split else x  # noqa: E731
+        def gather(x, spec):
+            return jax.lax.all_gather(x, AXES[1], tiled=True) if spec == split else x
+
         return jax.tree.map(gather, tree, layout)
 
     def added_up(x, spec):

@@ -355,6 +355,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     taken = [name for name, _ in options.draft] + [AUTOREGRESSIVE, PROMPT_LOOKUP, BIGRAM]
     if not set(options.stale) <= set(taken):
         parser.error(f"--stale: found {', '.join(options.stale)}; names of --draft are needed")
+    if options.stale and options.devices > 1:
+        parser.error(f"--stale with --devices {options.devices}: states one round old are kept on one device only")
     taken += [f"{name}_stale" for name in options.stale]
     if len(set(taken)) < len(taken):
         parser.error(f"--draft: every name once, and none of {AUTOREGRESSIVE}, {PROMPT_LOOKUP}, {BIGRAM}")

@@ -485,6 +485,14 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _seconds(text: str) -> tuple[str, float]:
+    name, value = _pair(text)
+    try:
+        return name, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}: seconds are a number") from None
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m ready_jax.serve.several_gpus", description=__doc__,
@@ -499,11 +507,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens", default="", metavar="FILE", help="corpus of answers for nano_training")
     add("--known", type=_pair, action="append", default=[], metavar="PART/RUN=FILE", help="an output to use: not run")
     add("--work", type=Path, default=Path("out/several_gpus"), metavar="DIR", help="outputs and logs of the runs")
-    add("--limit", type=_pair, action="append", default=[], metavar="PART=SECONDS")
+    add("--limit", type=_seconds, action="append", default=[], metavar="PART=SECONDS")
     add("--total", type=float, default=1e9, metavar="SECONDS", help="of all parts together")
     options = parser.parse_args(arguments)
     options.known = [(name, Path(file)) for name, file in options.known]
-    options.limit = [(name, float(value)) for name, value in options.limit]
+    unknown = sorted({name for name, _ in options.limit} - set(names))
+    if unknown:
+        parser.error(f"--limit {', '.join(unknown)}: no such part; {', '.join(names)} are")
+    if not options.tokens and "nano_training" in (options.only or names):
+        parser.error("nano_training learns from a corpus of regenerated answers: --tokens FILE is needed")
     if options.devices < 2:
         parser.error(f"--devices {options.devices}: several are needed")
     return options

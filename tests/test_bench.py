@@ -1,7 +1,6 @@
 """The benchmark on the look-alike preset, and its parts: presets, random weights, launch counter, comparison."""
 
 import json
-import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,6 +18,7 @@ from ready_jax.configs.qwen3_8_27b import LOOKALIKE, PRESETS, QWEN3_8_27B
 from ready_jax.decode import Decoding
 from ready_jax.drafter import Drafter
 from ready_jax.random_weights import random_memory, random_target
+from ready_jax.recorded import Recorded
 from ready_jax.serve import bench
 from ready_jax.serve.exact import Comparison
 from ready_jax.state import init_state
@@ -38,7 +38,7 @@ def run(folder, *more: str) -> dict:
 
 
 def test_the_record_has_its_keys_and_every_pair_of_acceptance_counts_is_compared(tmp_path, capsys):
-    record = run(tmp_path, "--only", "autoregressive", "exact", "--profile")
+    record = run(tmp_path, "--only", "autoregressive", "exact", "--profile", "--turns", "1", "41", "--windows", "3")
     assert record["detail"]["autoregressive"]["kernels"] == [], "the profiler sees no GPU here"
     assert set(bench.KEYS) <= set(record)
     assert record["rounds_compared"] == record["bit_identical_rounds"] == 65
@@ -46,7 +46,7 @@ def test_the_record_has_its_keys_and_every_pair_of_acceptance_counts_is_compared
     assert record["exactness"]["mismatches"] == record["autoregressive_program"]["mismatches"] == 0
     assert record["exactness"]["logits_compared"] > 0
     assert set(record["acceptance"]["rounds"]) == set("01234567")
-    assert math.isfinite(record["autoregressive_ms"]), "few rounds: the sign is the clock's"
+    assert record["autoregressive_ms"] > 0
     assert record["compile_seconds"] > 0
     assert record["ready_round_ms"] is None, "this step was not asked for"
     assert (record["preset"], record["drafter"], record["context"], record["batch"]) == ("lookalike", "v2", 24, 1)
@@ -288,3 +288,20 @@ def test_random_weights_have_the_constructors_structure_and_scales():
     assert not np.array_equal(first, third)
     again = random_target(config, seed=3)
     assert all(map(np.array_equal, *(map(np.asarray, jax.tree.leaves(m)) for m in (model, again))))
+
+
+def test_a_step_that_fails_is_kept_and_the_record_is_on_the_disk(tmp_path, capsys):
+    def fails():
+        raise ValueError("found 3")
+
+    steps, file = Recorded(), tmp_path / "new" / "record.json"
+    steps.record, steps.file = dict(errors={}, seconds={}, old=1), file
+    steps.attempt("bad", fails)
+    steps.attempt("good", lambda: steps.record.update(new=2.5))
+    record = json.loads(file.read_text())
+    assert record["errors"] == {"bad": "ValueError: found 3"}
+    assert (record["new"], set(record["seconds"])) == (2.5, {"bad", "good"})
+    bad, good = capsys.readouterr().out.splitlines()
+    assert bad.startswith("bad: FAILED ValueError: found 3 in ")
+    assert good.startswith("good: done in ")
+    assert good.endswith("; new 2.5"), "what did not change is not shown"

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import quick
 
 from ready_jax.checkpoint import load_drafter
 from ready_jax.drafter import blocks
@@ -35,7 +34,7 @@ def absorbed(drafter, context, rounds, r):
 
 def test_five_rounds_equal_the_reference(case):
     drafter, rounds = case
-    propose = quick(lambda drafter, context, anchor: drafter.propose(context, anchor, with_logits=True))
+    propose = jax.jit(lambda drafter, context, anchor: drafter.propose(context, anchor, with_logits=True))
     context = drafter.init_context(1, 64)
     for r in range(5):
         assert int(context.length_B[0]) == rounds[f"r{r}.cached_before"]

@@ -194,6 +194,7 @@ def test_left_over_rows_are_dropped_and_batches_keep_the_order():
         (["--dataset", "gsm9k"], "gsm9k"),
         (["--process-id", "1"], "must lie in 0..0"),
         (["--stale", "ready"], "names of --draft are needed"),
+        (["--draft", "x=y", "--stale", "x", "--devices", "2"], "on one device only"),
     ],
 )
 def test_wrong_options_are_refused(words, message, capsys):

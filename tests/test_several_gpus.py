@@ -168,6 +168,21 @@ def test_other_losses_and_texts_are_noticed(tmp_path):
     assert record["parts"]["evaluation"]["differences"] == ["text of gsm8k 0.dspark.token_ids"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--tokens FILE is needed"),
+        (["--tokens", "x", "--limit", "link=3"], "link: no such part"),
+        (["--tokens", "x", "--limit", "links=long"], "seconds are a number"),
+        (["--only", "links", "--devices", "1"], "several are needed"),
+    ],
+)
+def test_wrong_options_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        several.parse(["--out", "x.json", *words])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("word", "wrong"), [("pass", None), ("raise SystemExit('no room')", "exit status 1: no room")])
 def test_a_process_is_run_and_its_failure_read(tmp_path, monkeypatch, word, wrong):
     (tmp_path / "tried.py").write_text(f"import os\nassert os.environ['CUDA_VISIBLE_DEVICES'] == '4'\n{word}\n")

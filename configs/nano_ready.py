@@ -36,7 +36,8 @@ def nano_ready_stage1() -> Recipe:
     `python -m ready_jax.train.regenerate --recipe nano_ready_stage1 --out TOKENS` (its conversations by
     `train.data`); without it the answers are made again (138 s of an H200). Writes `FOLDER/adapter` (reader beside
     the base) and `FOLDER/merged`.
-    Cost: not measured; a step runs what `nano_base` runs (28 ms on an H200), the reader added.
+    Cost: not measured; a step of stage 2 took 25 ms on one H200 (jax 0.11.2, sources 8685cc5), its program a minute
+    to compile. A run's log has both.
     """
     return Recipe(
         optimizer=OptimizerConfig(learning_rate=1e-3, steps=STAGE1),

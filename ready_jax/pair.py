@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ready_jax import checkpoint, devices, schema, sharding
+from ready_jax import checkpoint, devices, lora, schema, sharding
 from ready_jax.chat import Chat
 from ready_jax.decode import Autoregressive, Decoding, DrafterShape, Limits, begin, decode
 from ready_jax.generation import Generation, TextPiece, Timing
@@ -111,10 +111,13 @@ class Pair:
         )
 
     def with_drafter(self, drafter, *, revision: str | None = None) -> Pair:
-        """The same target with another drafter: a folder, a hub name, or a module (None: no drafter)."""
+        """The same target with another drafter: a folder, a hub name, or a module (None: no drafter).
+
+        LoRA updates that a folder holds beside their base are merged: a round then launches nothing for them.
+        """
         if isinstance(drafter, str | Path):
             options = dict(revision=revision, dtype=self.target.dtype)
-            drafter = _read(checkpoint.load_drafter, drafter, self.mesh, **options)
+            drafter = lora.merge(_read(checkpoint.load_drafter, drafter, self.mesh, **options))
         return Pair(self.target, drafter, chat=self.chat, mesh=self.mesh, programs=(self._begin, self._decode))
 
     @property

@@ -22,7 +22,7 @@ PROMPTS = (
     "Write a Python function that returns the larger of two numbers.",
     "Why is the sky blue?",
 )
-DRAFTERS = ("dspark", "ready", "stateless")
+DRAFTERS = ("dspark", "stateless", "ready")
 ABOUT = (
     "nano is about twelve million parameters, trained for minutes on one H200, thinking off: it shows real acceptance "
     "and exact losslessness, not right answers."
@@ -114,8 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     methods: dict[str, tuple[Pair, str | None]] = {AUTOREGRESSIVE: (pair, AUTOREGRESSIVE)}
     for name in DRAFTERS:
-        if (NANO / name / "config.json").is_file():
-            methods[name] = (pair if name == "dspark" else pair.with_drafter(NANO / name), None)
+        methods[name] = (pair.with_drafter(NANO / name), None)
     by_method = {}
     for name, (chosen, method) in methods.items():
         by_method[name], seconds = answer(chosen, method, budget)

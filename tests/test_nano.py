@@ -5,8 +5,12 @@ from itertools import pairwise
 
 import jax
 import pytest
+from flax import nnx
 
 import ready_jax
+from ready_jax import lora
+from ready_jax.drafter import Drafter
+from ready_jax.pair import NANO
 from ready_jax.serve import demo, exact
 
 
@@ -55,5 +59,23 @@ def test_the_demo(capsys):
     assert demo.main(["--max-new-tokens", "24"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("device: cpu") == 1
-    for part in (*demo.PROMPTS, "autoregressive", "dspark", "about twelve million parameters", "bit for bit", "yes"):
+    for part in (*demo.PROMPTS, "autoregressive", *demo.DRAFTERS, "about twelve million parameters", "bit for bit"):
         assert part in shown
+    assert shown.count("yes") == len(demo.DRAFTERS)
+
+
+@pytest.mark.parametrize("name", ["stateless", "ready"])
+def test_trained_drafters_ship_as_adapters_over_the_base_and_decode_merged(name):
+    pair, _, _ = loaded("bfloat16")
+    adapted = ready_jax.load_drafter(NANO / name)
+    settings = lora.config_of(adapted)
+    assert settings is not None and settings.rank == 16
+    assert (adapted.reader is not None) == (name == "ready")
+    drafting = pair.with_drafter(NANO / name).drafter
+    assert isinstance(drafting, Drafter) and isinstance(pair.drafter, Drafter)
+    assert not lora.adapted(drafting)
+    merged, base = (jax.tree.leaves(nnx.state(x.layers)) for x in (lora.merge(adapted), pair.drafter))
+    changed = [bool((a != b).any()) for a, b in zip(merged, base, strict=True)]
+    assert 0 < sum(changed) < len(changed)  # projections, not norms
+    for a, b in zip(jax.tree.leaves(nnx.state(drafting.layers)), merged, strict=True):
+        assert bool((a == b).all())

@@ -69,10 +69,12 @@ def test_trained_drafters_ship_as_adapters_over_the_base_and_decode_merged(name)
     pair, _, _ = loaded("bfloat16")
     adapted = ready_jax.load_drafter(NANO / name)
     settings = lora.config_of(adapted)
-    assert settings is not None and settings.rank == 16
+    assert settings is not None
+    assert settings.rank == 16
     assert (adapted.reader is not None) == (name == "ready")
     drafting = pair.with_drafter(NANO / name).drafter
-    assert isinstance(drafting, Drafter) and isinstance(pair.drafter, Drafter)
+    assert isinstance(drafting, Drafter)
+    assert isinstance(pair.drafter, Drafter)
     assert not lora.adapted(drafting)
     merged, base = (jax.tree.leaves(nnx.state(x.layers)) for x in (lora.merge(adapted), pair.drafter))
     changed = [bool((a != b).any()) for a, b in zip(merged, base, strict=True)]

@@ -350,10 +350,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown or len(set(options.dataset)) < len(options.dataset):
         parser.error(f"--dataset: found {','.join(options.dataset)}; each of {','.join(bench_data.BENCHMARKS)} once")
     if not options.draft:
-        found = [name for name in SHIPPED_DRAFTERS if (NANO / name / "config.json").is_file()]
-        options.draft = [] if options.model else [(name, NANO / name) for name in found]
-    taken = [name for name, _ in options.draft] + [AUTOREGRESSIVE, PROMPT_LOOKUP, BIGRAM]
-    if not set(options.stale) <= set(taken):
+        options.draft = [] if options.model else [(name, NANO / name) for name in SHIPPED_DRAFTERS]
+    drafts = [name for name, _ in options.draft]
+    taken = [*drafts, AUTOREGRESSIVE, PROMPT_LOOKUP, BIGRAM]
+    if not set(options.stale) <= set(drafts):
         parser.error(f"--stale: found {', '.join(options.stale)}; names of --draft are needed")
     if options.stale and options.devices > 1:
         parser.error(f"--stale with --devices {options.devices}: states one round old are kept on one device only")

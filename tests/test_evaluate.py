@@ -193,7 +193,8 @@ def test_left_over_rows_are_dropped_and_batches_keep_the_order():
         (["--dataset", "gsm8k,gsm8k"], "once"),
         (["--dataset", "gsm9k"], "gsm9k"),
         (["--process-id", "1"], "must lie in 0..0"),
-        (["--stale", "ready"], "names of --draft are needed"),
+        (["--stale", "mine"], "names of --draft are needed"),
+        (["--stale", "prompt_lookup", "--prompt-lookup"], "names of --draft are needed"),
         (["--draft", "x=y", "--stale", "x", "--devices", "2"], "on one device only"),
     ],
 )

@@ -13,9 +13,12 @@ RESAMPLES = 1000
 def ratio_draws(
     numerator_B: ArrayLike, denominator_B: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> NDArray[np.float64]:
-    """``sum(numerator) / sum(denominator)`` over resampled prompts; nan for a resample whose denominator is 0."""
+    """``sum(numerator) / sum(denominator)`` over resampled prompts; nan for a resample whose denominator is 0.
+
+    One prompt tells nothing of how prompts differ: all nan for fewer than two.
+    """
     top_B, bottom_B = np.asarray(numerator_B, np.float64), np.asarray(denominator_B, np.float64)
-    if len(top_B) == 0:
+    if len(top_B) < 2:
         return np.full(resamples, np.nan)
     pick = np.random.default_rng(seed).integers(0, len(top_B), (resamples, len(top_B)))
     bottom = bottom_B[pick].sum(axis=1)

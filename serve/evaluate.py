@@ -301,11 +301,11 @@ def table(report: dict[str, Any]) -> str:
     """The means over benchmarks, one line per method."""
     lines = [f"mean of {', '.join(next(iter(report['overall'].values()))['benchmarks'])}:"]
     for name, one in report["overall"].items():
-        low, high = one["ci95"] or (float("nan"),) * 2
+        spread = "" if one["ci95"] is None else " [{:.3f}, {:.3f}]".format(*one["ci95"])
         non_loop = "-" if one["non_loop"] is None else f"{one['non_loop']:.3f}"
         right = "" if one["accuracy"] is None else f", accuracy {one['accuracy']:.1%}"
         lines.append(
-            f"  {name}: acceptance {one['acceptance_length'] or float('nan'):.3f} [{low:.3f}, {high:.3f}], "
+            f"  {name}: acceptance {one['acceptance_length'] or float('nan'):.3f}{spread}, "
             f"without loops {non_loop}, {one['decode_tokens_per_second']:.1f} tokens/s, "
             f"exact {one['exact_match']:.2%}{right}"
         )

@@ -21,6 +21,7 @@ NANO_NOTE = (
     "nano is about twelve million parameters, trained for minutes, thinking off. Its order of methods says nothing "
     "about the 27B model that the published values are of; what it shows is that everything runs, exactly."
 )
+SPEED_NOTE = "Intervals are bootstraps over batches: one batch has none. A batch lasts as long as its slowest row."
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; margin: .6rem 0 1.2rem; font-size: 13px; display: block; overflow-x: auto; }
@@ -104,10 +105,12 @@ def with_interval(value: float | None, interval: Sequence[float] | None, digits:
 
 
 def change(found: dict[str, Any]) -> str:
-    """A relative change with its paired interval."""
+    """A relative change with its paired interval, if it has one."""
     if found["change"] is None:
         return "-"
-    low, high = found["ci95"] or (float("nan"),) * 2
+    if found["ci95"] is None:
+        return f"{100 * found['change']:+.2f} %"
+    low, high = found["ci95"]
     return f"{100 * found['change']:+.2f} % [{100 * low:+.2f}, {100 * high:+.2f}]"
 
 
@@ -282,7 +285,7 @@ def page(report: dict[str, Any]) -> Page:
             report, "Acceptance length without loops",
             lambda one: with_interval(one["non_loop"]["acceptance_length"], one["non_loop"]["ci95"]),
         ),
-        benchmark_table(report, "Decode tokens/s", speed, "Intervals are bootstraps over batches."),
+        benchmark_table(report, "Decode tokens/s", speed, SPEED_NOTE),
         benchmark_table(report, "Exact match with autoregressive decoding", lambda one: percent(one["exact_match"], 2)),
         benchmark_table(report, "Accuracy", right, "LiveCodeBench and the open-ended sets are not graded."),
         text_table(report),

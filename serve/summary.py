@@ -46,9 +46,9 @@ def overall(by_benchmark: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mean_draws(draws: Sequence[NDArray]) -> NDArray[np.float64]:
-    """Draws of the unweighted mean over sets; sets without a number are left out."""
-    usable = [one for one in draws if np.isfinite(one).any()]
-    return np.mean(usable, axis=0) if usable else np.zeros(0)
+    """Draws of the unweighted mean over sets; none if a set has none."""
+    usable = bool(draws) and all(np.isfinite(one).any() for one in draws)
+    return np.mean(draws, axis=0) if usable else np.zeros(0)
 
 
 class Draws:
@@ -73,6 +73,8 @@ class Draws:
                     self.values[benchmark, method, kind] = ratio(top, bottom)
 
     def mean(self, method: str, kind: str, names: Sequence[str]) -> tuple[float | None, NDArray]:
+        """The unweighted mean over sets that have a number, and its draws."""
+        names = [name for name in names if self.values[name, method, kind] is not None]
         value = _mean(self.values[name, method, kind] for name in names)
         return value, _mean_draws([self.draws[name, method, kind] for name in names])
 

@@ -21,6 +21,11 @@ def test_equal_prompts_have_no_spread_and_a_constant_shift_none_either():
     assert low < noise.mean() < high
 
 
+def test_one_prompt_tells_nothing_of_the_spread():
+    assert ratio([6], [2]) == 3.0
+    assert interval(ratio_draws([6], [2])) is None
+
+
 def test_nothing_to_divide_by():
     assert ratio([], []) is None
     assert ratio([3], [0]) is None

@@ -192,3 +192,11 @@ def test_prompts_that_end_with_their_first_token_have_no_rounds():
     assert found["survival"] == [None] * 7
     assert found["decode_tokens_per_second"] == 0.0
     assert summary.summary([record(0, [5], d=method([], []))])["overall"]["d"]["acceptance_length"] is None
+
+
+def test_a_mean_over_sets_has_no_interval_where_a_set_has_none():
+    """A set of one prompt says nothing of its spread, and leaving it out would move the interval off the mean."""
+    many, one = np.array([2.0, 4.0]), np.full(2, np.nan)
+    np.testing.assert_array_equal(summary._mean_draws([many, many + 2]), many + 1)
+    assert summary._mean_draws([many, one]).size == 0
+    assert summary._mean_draws([]).size == 0

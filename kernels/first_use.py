@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ready_jax.kernels import coded_weights as coded
 from ready_jax.kernels.dispatch import WrongValue
 
 OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}  # bf16 is rounded where the code says so
@@ -123,6 +124,31 @@ def scaled_product(reference, call) -> None:
     x, w = _normal((7, 256), (320, 256))
     scale = jnp.linspace(0.5, 2.0, 320)
     _compare(lambda call, x, w: call(x, w, scale), call, reference, (x, w.astype(jnp.float8_e4m3fn)), 1e-4)
+
+
+def _coded():
+    """A matrix of which some weights are rare, in every way."""
+    (w,) = _normal((512, 96), scale=0.05)
+    return coded.encode(w.at[:, 3].mul(40).at[7, 9].set(1e-30).at[500].set(0).at[8, 8].set(-0.0))
+
+
+def coded_product(reference, call) -> None:
+    """Seven rows and twenty."""
+    x, y = _normal((7, 512), (20, 512))
+
+    def run(call, x, y, *stored):
+        return call(x, *stored, dtype=jnp.float32), call(y, *stored, dtype=jnp.float32)
+
+    _compare(run, call, reference, (x, y, *_coded()), 1e-5)
+
+
+def coded_weights(reference, call) -> None:
+    """Every bit."""
+
+    def run(call, *stored):
+        return jax.lax.bitcast_convert_type(call(*stored), jnp.uint16)
+
+    _compare(run, call, reference, _coded(), 0.0)
 
 
 def state_prepare(reference, call) -> None:

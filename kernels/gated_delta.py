@@ -99,7 +99,7 @@ def rows(
     eps: float,
     *,
     keys: int,
-    next_OD: Float[Array, "O D"] | None = None,
+    following: Array | None = None,
     impl: str | None = None,
 ):
     """Gated outputs [B, T, M*Y] of ``T`` rows after the committed memory, and what ``commit_rows`` needs.
@@ -107,11 +107,11 @@ def rows(
     ``p_BTI``: the rows' projections q, k, v (these are convolved, window ``W``), z, b, a side by side, then padding;
     ``tail_BWC``: the ``W - 1`` conv inputs before them; decay ``g = -exp(a_log) softplus(a + dt_bias)`` and
     ``beta = sigmoid(b)``; the output is ``rms_norm(out) * norm * silu(z)``, norm over each memory's ``Y``.
-    ``next_OD``: the matrix that the outputs meet next; an implementation may have the cache fetch its beginning.
+    ``following``: the weights that the outputs meet next; an implementation may have the cache fetch its beginning.
     """
     check_heads(keys, s_BMXY.shape[1])
     call = choose("gated_delta.rows", ROWS, impl, **_facts(s_BMXY, tail_BWC, tokens=p_BTI.shape[1])).call
-    return call.rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, keys=keys, next_OD=next_OD)
+    return call.rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, keys=keys, following=following)
 
 
 def commit_rows(states, tails, pending, num_B: Int[Array, "B"], *, impl: str | None = None):

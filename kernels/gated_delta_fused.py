@@ -173,7 +173,7 @@ def _commit_body(*refs, layers: int, block: int, interpret: bool):
 
 
 def rows(
-    s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, keys: int, next_OD=None,
+    s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, keys: int, following=None,
     block: int = 64, warps: int = 8, interpret: bool = False,
 ):  # fmt: skip
     """Gated outputs [B, T, M*Y] of the rows, and their log. See :func:`ready_jax.kernels.gated_delta.rows`."""

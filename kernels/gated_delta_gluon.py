@@ -33,15 +33,17 @@ def why_not(*, key_dim=None, value_dim=None, window=None, **facts) -> str | None
     return gated_delta_fused.why_not(key_dim=key_dim, value_dim=value_dim, **facts) or gluon.missing()
 
 
-def rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, keys: int, next_OD=None, warps: int = 8):
+def rows(
+    s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps, *, keys: int, following=None, warps: int = 8
+):
     """Gated outputs [B, T, M*Y] of the rows, and their log. See :func:`ready_jax.kernels.gated_delta.rows`."""
     from ready_jax.kernels import gated_delta_gluon_source as source
 
     batch, tokens, columns = p_BTI.shape
     memories, width, values = s_BMXY.shape[1:]
-    following = norm_Y if next_OD is None else next_OD
-    span = following.size // RANGES // 16 * 16  # elements; the fetch needs multiples of 16 bytes
-    fetch = following.dtype.itemsize == 2 and span * 2 >= PARTS * 2048 * 32 * warps
+    following = norm_Y if following is None else following
+    span = following.size * following.dtype.itemsize // RANGES // 16 * 16  # bytes; the fetch needs multiples of 16
+    fetch = span >= PARTS * 2048 * 32 * warps
 
     def f32(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)

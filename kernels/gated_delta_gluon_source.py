@@ -79,7 +79,7 @@ def _meet(x):
 def _fetch(start, WARPS: gl.constexpr):
     """Ask for 2 KiB a thread to be brought into the L2 cache."""
     thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    at = start.to(gl.int64) + thread.to(gl.int64) * 2048
+    at = start + thread.to(gl.int64) * 2048
     code: gl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(code, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -95,7 +95,8 @@ def rows(
     part = gl.program_id(0) % PARTS
     if m >= M:
         if gl.program_id(1) == 0:
-            _fetch(following + (m - M) * RANGE + part * (1024 * 32 * WARPS), WARPS)
+            start = following.to(gl.int64) + (m - M).to(gl.int64) * RANGE + part * (2048 * 32 * WARPS)
+            _fetch(start, WARPS)
     else:
         _rows(p, tail, conv, rate, bias, norm, s, k_log, u_log, decay_log, out, squares, m, part,
               ROW, C, K, M, X, Y, T, PARTS, WARPS, EPS)  # fmt: skip

@@ -29,7 +29,7 @@ def last_inputs(history_BWC, num_B, window: int):
     return jnp.take_along_axis(history_BWC, index[..., None], axis=1)
 
 
-def rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps: float, *, keys: int, next_OD=None):
+def rows(s_BMXY, p_BTI, tail_BWC, conv_WC, a_log_M, dt_bias_M, norm_Y, eps: float, *, keys: int, following=None):
     memories, width, values = s_BMXY.shape[1:]
     u_BTC, z, g, beta = split(p_BTI, a_log_M, dt_bias_M, conv_WC.shape[1], memories * values)
     history_BWC = jnp.concatenate([tail_BWC, u_BTC.astype(tail_BWC.dtype)], axis=1)

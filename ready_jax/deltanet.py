@@ -9,7 +9,7 @@ from flax import nnx
 from ready_jax.config import TargetConfig
 from ready_jax.kernels import gated_delta
 from ready_jax.kernels import gated_delta_inputs as inputs
-from ready_jax.layers import linear, normal, summed_linear
+from ready_jax.layers import Coded, linear, normal, summed_linear
 
 #: Fused projection columns are padded to a multiple of this: odd widths hit slow matrix kernels.
 COLUMN_MULTIPLE = 128
@@ -49,6 +49,7 @@ class GatedDeltaNet(nnx.Module):
         """Verify rows: output, and what commit needs of them."""
         c = self.config
         weights = (self.conv_WC[...], self.a_log_M[...], self.dt_bias_M[...], self.norm_Y[...])
+        w_out_OD = self.w_out_OD[...]
         gated_BTO, pending = gated_delta.rows(
             s_BMXY,
             self.project(x_BTD),
@@ -56,9 +57,9 @@ class GatedDeltaNet(nnx.Module):
             *weights,
             c.rms_norm_eps,
             keys=c.linear_num_key_heads,
-            next_OD=self.w_out_OD[...],
+            following=w_out_OD.words if isinstance(w_out_OD, Coded) else w_out_OD,
         )
-        return summed_linear(gated_BTO, self.w_out_OD[...]), pending
+        return summed_linear(gated_BTO, w_out_OD), pending
 
     def sequence(self, x_BTD, s_BMXY, tail_BWC, *, live_BT, segment_BT=None, states_at_BA=None, **options):
         """Any number of tokens in chunks: output, last state, conv history, states after ``states_at_BA`` tokens."""

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from ready_jax import lora, names, schema
 from ready_jax.drafter import Drafter
-from ready_jax.layers import Scaled
+from ready_jax.layers import Coded, Scaled
 from ready_jax.target import Target
 from ready_jax.tensor_files import CONFIG, GENERATION, INDEX, SINGLE
 from ready_jax.tensor_parallel import Sharded
@@ -34,14 +34,14 @@ def save_pretrained(
     A state reader's weights stand under ``ready_reader.``, its settings under that key of the config: a plain DSpark
     consumer leaves both out. Files are replaced one by one, the same model gives the same bytes. ``tokenizer``
     (anything with ``save_pretrained``) is saved beside them. Earlier weights in the folder are removed. Raises
-    ValueError for a drafter with fp8 matrices or LoRA updates that are not merged.
+    ValueError for a model with fp8 or coded matrices or LoRA updates that are not merged.
     """
     if isinstance(model, Sharded):
         model = model.whole()
-    if any(isinstance(leaf, Scaled) for leaf in jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, Scaled))):
-        raise ValueError(
-            "found fp8 matrices (quantize.draft_fp8); a checkpoint needs the model that they were made from"
-        )
+    stored = {type(leaf) for leaf in jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, Scaled | Coded))}
+    for kind, what in ((Scaled, "fp8 matrices (quantize.draft_fp8)"), (Coded, "coded matrices (lossless.compress)")):
+        if kind in stored:
+            raise ValueError(f"found {what}; a checkpoint needs the model that they were made from")
     if isinstance(model, Drafter) and lora.config_of(model) is not None:
         raise ValueError(
             "found LoRA updates: save_pretrained writes whole drafters (lora.merge), adapter.py the updates"

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from ready_jax import collectives
 from ready_jax.config import RopeConfig
-from ready_jax.kernels import scaled_product
+from ready_jax.kernels import coded_product, coded_weights, scaled_product
 from ready_jax.pytree import register
 
 
@@ -35,6 +35,30 @@ class Scaled:
     def __getitem__(self, index):
         """Itself: ``parameter[...]`` reads a stored matrix as it reads an array."""
         return self
+
+
+@register
+@dataclass(frozen=True)
+class Coded:
+    """A bf16 matrix in 12 bits a weight, exactly (see ``lossless.py``, `kernels/coded_weights.py`)."""
+
+    words: jax.Array
+    table: jax.Array
+    rare: jax.Array
+
+    def __getitem__(self, index):
+        """Itself, as of ``Scaled``."""
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(in, out) of the matrix."""
+        return coded_weights.shape(self.words)
+
+    def times(self, x, dtype):
+        """``x @ matrix``, summed in fp32; up to 32 rows meet the stored form, more of them a decoded copy."""
+        y_TN = coded_product.product(x.reshape(-1, x.shape[-1]), self.words, self.table, self.rare, dtype=dtype)
+        return y_TN.reshape(x.shape[:-1] + y_TN.shape[1:])
 
 
 @register
@@ -68,6 +92,8 @@ def product(x, w):
     if isinstance(w, Scaled):
         y_TN = scaled_product.product(x.reshape(-1, x.shape[-1]), w.weight, w.scale)
         return y_TN.reshape(x.shape[:-1] + y_TN.shape[1:])
+    if isinstance(w, Coded):
+        return w.times(x, jnp.float32)
     return jnp.matmul(x, w.astype(x.dtype), precision=precision_for(x.dtype), preferred_element_type=jnp.float32)
 
 
@@ -75,6 +101,8 @@ def linear(x, w, bias=None):
     """``x @ w`` with fp32 accumulation, returned in the activation type; masters are cast before the product."""
     if isinstance(w, Scaled):
         y = product(x, w).astype(x.dtype)
+    elif isinstance(w, Coded):
+        y = w.times(x, x.dtype)
     elif isinstance(w, LowRank):
         y = linear(x, w.weight) + w.update(x)
     else:

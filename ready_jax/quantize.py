@@ -13,17 +13,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ready_jax.drafter import Drafter
-from ready_jax.layers import Scaled
+from ready_jax.layers import Coded, Scaled
 from ready_jax.lora import merge
+from ready_jax.lossless import decode
 from ready_jax.tensor_parallel import Sharded
 
 FP8 = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(FP8).max)
 
 
-@jax.jit
-def fp8(w_IO: jax.Array) -> Scaled:
+def fp8(w_IO: jax.Array | Coded) -> Scaled:
     """Each output's column scaled so that its largest entry becomes 448; a column of zeros stays one."""
+    return _fp8(decode(w_IO) if isinstance(w_IO, Coded) else w_IO)
+
+
+@jax.jit
+def _fp8(w_IO):
     w_IO = w_IO.astype(jnp.float32)
     top = jnp.max(jnp.abs(w_IO), axis=0)
     scale = jnp.where(top > 0, top / LARGEST, 1.0)

@@ -20,7 +20,7 @@ from ready_jax.attention import GatedAttention
 from ready_jax.config import LINEAR, TargetConfig
 from ready_jax.deltanet import GatedDeltaNet
 from ready_jax.kernels.gated_delta_rows import last_inputs
-from ready_jax.layers import SwiGLU, normal, precision_for, rms_norm_1p, rope_angles
+from ready_jax.layers import SwiGLU, normal, precision_for, product, rms_norm_1p, rope_angles
 from ready_jax.pytree import register
 from ready_jax.state import SPARE_ROWS, DecodeState, PendingWrites
 
@@ -82,14 +82,12 @@ class Target(nnx.Module):
 
     def unembed(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """fp32 logits of final-normed hidden states; of its own columns on a shard."""
-        if self.w_out_DV is None:
-            spec, weight = "BTD,VD->BTV", self.embed_VD[...]
-        else:
-            spec, weight = "BTD,DV->BTV", self.w_out_DV[...]
+        if self.w_out_DV is not None:
+            return product(hidden_BTD, self.w_out_DV[...])
         return jnp.einsum(
-            spec,
+            "BTD,VD->BTV",
             hidden_BTD,
-            weight.astype(hidden_BTD.dtype),
+            self.embed_VD[...].astype(hidden_BTD.dtype),
             precision=precision_for(hidden_BTD.dtype),
             preferred_element_type=jnp.float32,
         )

@@ -28,6 +28,7 @@ from ready_jax.configs.qwen3_8_27b import PRESETS, Preset
 from ready_jax.decode import Autoregressive, Decoding, DrafterShape, Limits, decode
 from ready_jax.drafter import Drafter
 from ready_jax.kernel_times import communication, kernel_times, traced
+from ready_jax.lossless import MATRICES, bits_per_weight, compress
 from ready_jax.programs import OPTIONS, Program
 from ready_jax.pytree import register
 from ready_jax.quantize import draft_fp8
@@ -137,6 +138,7 @@ class Bench(Recorded):
             turns=list(options.turns),
             windows=options.windows,
             weights="random",
+            lossless=options.lossless,
             errors={},
             seconds={},
             **provenance.conditions(),
@@ -154,6 +156,10 @@ class Bench(Recorded):
     def build(self) -> None:
         self.target = random_target(self.preset.target, mesh=self.mesh)
         self.drafter = random_drafter(self.config, mesh=self.mesh)
+        if self.options.lossless:
+            self.target = compress(self.target, self.options.lossless, consume=True)
+            self.drafter = compress(self.drafter, self.options.lossless, consume=True)
+            self.record["bits_per_weight"] = bits_per_weight(self.target)
         self.bare = self.drafter.with_reader(None)
         jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
         parts: dict[str, Any] = dict(target=self.target, drafter=self.bare, reader=self.drafter.reader)
@@ -514,6 +520,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=2048, help="tokens in memory before the first round")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--devices", type=int, default=1, help="of this host, tensor parallel")
+    parser.add_argument(
+        "--lossless",
+        nargs="*",
+        choices=MATRICES,
+        metavar="GROUP",
+        help=f"store these matrices in 12 bits a weight; without names, all of {' '.join(MATRICES)}",
+    )
     parser.add_argument("--fp8-draft", action="store_true", help="also time the drafter in fp8")
     parser.add_argument("--reader-slope", action="store_true", help="also time rounds with 1, 5 and 9 readers")
     parser.add_argument("--ablations", action="store_true", help="also rounds under the readers the paper compares")
@@ -530,7 +543,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ceiling-mib", type=int, default=2048)
     parser.add_argument("--compile-cache", metavar="DIR", help="keep compiled programs here")
     parser.add_argument("--xla-option", action="append", default=[], metavar="NAME=VALUE")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.lossless = [] if options.lossless is None else options.lossless or list(MATRICES)
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

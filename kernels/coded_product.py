@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ready_jax.kernels import coded_product_gluon as gluon
 from ready_jax.kernels import coded_weights, first_use
+from ready_jax.kernels import fragment_product_gluon as gluon
 from ready_jax.kernels.dispatch import Implementation, always, choose
 
 
@@ -27,7 +27,7 @@ def reference(x_TK, words, table, rare, *, dtype):
 
 
 IMPLEMENTATIONS = (
-    Implementation("gluon", gluon.product, gluon.why_not, partial(first_use.coded_product, reference)),
+    Implementation("gluon", gluon.coded_product, gluon.why_not, partial(first_use.coded_product, reference)),
     Implementation("reference", reference, always),
 )
 DECODE = (

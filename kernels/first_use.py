@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ready_jax.kernels import coded_weights as coded
+from ready_jax.kernels import scaled_weights
 from ready_jax.kernels.dispatch import WrongValue
 
 OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}  # bf16 is rounded where the code says so
@@ -120,10 +121,10 @@ def markov_step(reference, call) -> None:
 
 
 def scaled_product(reference, call) -> None:
-    """Seven rows, and a matrix of more columns than one program takes."""
-    x, w = _normal((7, 256), (320, 256))
-    scale = jnp.linspace(0.5, 2.0, 320)
-    _compare(lambda call, x, w: call(x, w, scale), call, reference, (x, w.astype(jnp.float8_e4m3fn)), 1e-4)
+    """Seven rows and twenty."""
+    x, y, w = _normal((7, 256), (20, 256), (320, 256))
+    scale, words = jnp.linspace(0.5, 2.0, 320), scaled_weights.encode(w.astype(jnp.float8_e4m3fn))
+    _compare(lambda call, *arrays: [call(a, words, scale) for a in arrays], call, reference, (x, y), 1e-4)
 
 
 def _coded():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ready_jax.kernels.pallas_triton import WHOLE, kernel_call, load, store
-from ready_jax.kernels.scaled_product_fused import half
+from ready_jax.kernels.scaled_weights import half
 
 NOWHERE = 2**31 - 1  # the index of a lane that saw no logit
 ROWS = 16  # of the tensor cores' smallest product; a batch is padded to it

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from ready_jax import collectives
 from ready_jax.config import RopeConfig
-from ready_jax.kernels import coded_product, coded_weights, scaled_product
+from ready_jax.kernels import coded_product, fragments, scaled_product
 from ready_jax.pytree import register
 
 
@@ -27,7 +27,8 @@ def precision_for(dtype):
 @register
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix in fp8 (see ``quantize.py``): ``weight`` [out, in] and one fp32 ``scale`` per output, [out]."""
+    """A matrix in fp8 (see ``quantize.py``): ``weight``, [out, in] or its words in the order of
+    `kernels/fragments.py`, and one fp32 ``scale`` per output, [out]."""
 
     weight: jax.Array
     scale: jax.Array
@@ -53,7 +54,7 @@ class Coded:
     @property
     def shape(self) -> tuple[int, int]:
         """(in, out) of the matrix."""
-        return coded_weights.shape(self.words)
+        return fragments.shape(self.words)
 
     def times(self, x, dtype):
         """``x @ matrix``, summed in fp32; up to 32 rows meet the stored form, more of them a decoded copy."""

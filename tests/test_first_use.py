@@ -6,10 +6,12 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+import threads
 
 from ready_jax.kernels import (
     attention,
     attention_inputs,
+    coded_product,
     dispatch,
     first_use,
     gated_delta,
@@ -26,9 +28,16 @@ KERNELS = {
     "attention_inputs": attention_inputs.IMPLEMENTATIONS,
     "markov_step": markov_step.IMPLEMENTATIONS,
     "scaled_product": scaled_product.IMPLEMENTATIONS,
+    "coded_product": coded_product.IMPLEMENTATIONS,
+    "coded_weights": coded_product.DECODE,
     "state_read.prepare": state_read.PREPARE,
     "state_read.read": state_read.READ,
 }
+
+#: Kernels that no interpreter runs.
+EMULATED = {
+    "scaled_product": threads.scaled_product, "coded_product": threads.coded_product, "coded_weights": threads.decode
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", KERNELS)
@@ -37,8 +46,8 @@ def test_the_interpreted_kernel_passes_the_check_and_a_wrong_one_does_not(op: st
     monkeypatch.setattr(first_use, "OPTIONS", first_use.OPTIONS | {"xla_backend_optimization_level": 0})
     checked = [i for i in KERNELS[op] if i.check is not None]
     assert checked, f"{op} has a fused kernel without a check"
-    interpret = next(i for i in KERNELS[op] if i.name == "interpret")
-    passing = replace(interpret, check=checked[0].check)
+    other = next((i.call for i in KERNELS[op] if i.name == "interpret"), EMULATED.get(op))
+    passing = replace(checked[0], name="interpret", call=other)
     found = []
     jax.jit(lambda x: (found.append(dispatch.first_use(op, passing)), x)[1])(jnp.zeros(()))
     assert found == [None]

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import tiny
 from compiling import quick
+from flax import nnx
 
+from ready_jax.config import LoraConfig
 from ready_jax.export import save_pretrained
-from ready_jax.kernels import coded_product, coded_product_gluon, coded_weights
+from ready_jax.kernels import coded_weights, fragment_product_gluon
 from ready_jax.layers import Coded, linear, product
 from ready_jax.lora import attach
 from ready_jax.lossless import bits_per_weight, compress, decode, encode
@@ -34,7 +36,9 @@ def adversarial():
     return w
 
 
-@pytest.mark.parametrize("w", [drawn(64, 16), adversarial(), jnp.zeros((128, 32), jnp.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "w", [drawn(64, 16), adversarial(), jnp.zeros((128, 32), jnp.bfloat16)], ids=["drawn", "any", "zero"]
+)
 def test_every_bit_comes_back(w):
     stored = encode(w)
     assert stored.shape == w.shape
@@ -68,7 +72,7 @@ def test_what_is_stored():
     assert (table[:, 0] == 0).all()
     assert (rare != 0).sum() == lost.sum() < w.size / 1500
     assert rare.shape[1] == -(-lost.sum(axis=0).max() // 8) * 8 == 8
-    assert bits_per_weight(compress(tiny_target(256))) < 12.6
+    assert sum(x.nbytes for x in jax.tree.leaves(stored)) * 8 / w.size < 12.3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -93,17 +97,67 @@ def test_gradients_pass_to_the_rows():
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), atol=2e-3)
 
 
-def tiny_target(hidden=64, **changes) -> Any:
-    return tiny.target(dtype="bfloat16", hidden_size=hidden, **changes)
+def model(**changes) -> Any:
+    """A target whose every matrix can be stored so."""
+    sizes: dict[str, Any] = dict(hidden_size=64, vocab_size=112, linear_num_value_heads=8)
+    return tiny.target(dtype="bfloat16", **(sizes | changes))
+
+
+def drafter(**changes) -> Any:
+    sizes: dict[str, Any] = dict(intermediate_size=64, num_key_value_heads=4)
+    return tiny.drafter(dtype="bfloat16", config=model().config, **(sizes | changes))
+
+
+def coded(tree) -> int:
+    return sum(isinstance(x, Coded) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Coded)))
+
+
+def test_what_is_compressed():
+    target = jax.tree.map(lambda leaf: leaf, model())
+    found, some = compress(target), compress(target, ["mlp_out", "head"])
+    assert (coded(target), coded(found), coded(some)) == (0, 8 * 4 + 1, 8 + 1)
+    assert isinstance(some.layers[3].mlp.w_out_FD[...], Coded)
+    for a, b in ((target.layers[3].mixer.w_in_DI, found.layers[3].mixer.w_in_DI), (target.w_out_DV, found.w_out_DV)):
+        np.testing.assert_array_equal(bits(decode(b[...])), bits(a[...]))
+    assert compress(target, ["head"], consume=True) is target
+    assert coded(target) == 1
+    assert coded(compress(drafter(reader=True, own_embeddings=True))) == 2 * 5 + 2
+    assert bits_per_weight(found) > 12
+
+
+@pytest.mark.slow
+def test_text_and_speculation():
+    """The same program with fewer bits: speculation repeats it token for token."""
+    target = compress(model())
+    prompt, limit = tiny.prompt(9), tiny.limits(24)
+    alone = tiny.generate(target, None, [prompt], limit)
+    run = tiny.generate(target, compress(drafter()), [prompt], limit)
+    assert tiny.tokens(run) == tiny.tokens(alone)
+
+
+def test_an_fp8_drafter_of_coded_matrices_is_that_of_the_originals():
+    head = model().w_out_DV[...]
+    wanted, found = draft_fp8(drafter(), head), draft_fp8(compress(drafter()), encode(head))
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 def test_misfits_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"entries are float32; needs bfloat16"):
-        encode(jnp.zeros((64, 16)))
+        compress(tiny.target())
     with pytest.raises(ValueError, match=r"48 x 16; needs multiples of 64 x 16"):
         encode(jnp.zeros((48, 16), jnp.bfloat16))
-    with pytest.raises(ValueError, match=r"at most 65536"):
-        coded = coded_weights.why_not(65536 + 64, 16, "bfloat16")
-        raise ValueError(coded)
-    assert "33 rows" in str(coded_product_gluon.why_not(rows=33, platform="gpu"))
-    assert "float32" in str(coded_product_gluon.why_not(dtype="float32", platform="gpu"))
+    assert "at most 65536" in str(coded_weights.why_not(65536 + 64, 16, "bfloat16"))
+    assert "33 rows" in str(fragment_product_gluon.why_not(rows=33, platform="gpu"))
+    assert "float32" in str(fragment_product_gluon.why_not(dtype="float32", platform="gpu"))
+    with pytest.raises(ValueError, match=r"layers.0.mixer.w_in_DI cannot .* it is 48 x"):
+        compress(model(hidden_size=48))
+    with pytest.raises(ValueError, match=r"found matrices \['mlp'\]; known are \['mixer_in'"):
+        compress(model(), ["mlp"])
+    with pytest.raises(ValueError, match=r"found no coded matrix"):
+        bits_per_weight(model())
+    with pytest.raises(ValueError, match=r"found coded matrices \(lossless.compress\); a checkpoint needs the model"):
+        save_pretrained(compress(model(), ["head"]), tmp_path / "target")
+    adapted = attach(drafter(), LoraConfig(rank=4, alpha=8, targets=("q_proj",)), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"has a LoRA update; merge it first"):
+        compress(adapted, ["mixer_in"])

@@ -10,7 +10,7 @@ import tiny
 from compiling import quick
 
 from ready_jax.export import save_pretrained
-from ready_jax.kernels import scaled_product, scaled_product_fused
+from ready_jax.kernels import scaled_product, scaled_weights
 from ready_jax.layers import Scaled, linear, product
 from ready_jax.quantize import draft_fp8, fp8
 
@@ -47,26 +47,24 @@ def test_products_with_a_stored_matrix(dtype):
     np.testing.assert_array_equal(rounded, found.astype(dtype))
 
 
-@pytest.mark.parametrize(("rows", "terms", "columns", "parts"), [(1, 64, 64, 1), (7, 512, 192, 8), (16, 192, 64, 1)])
-def test_the_kernel_multiplies_as_float64_does(rows, terms, columns, parts):
-    x, w = drawn(rows, terms, dtype="bfloat16"), drawn(columns, terms, seed=1).astype(jnp.float8_e4m3fn)
-    scale = jnp.linspace(0.5, 2, columns)
-    wanted = (np.asarray(x, np.float64) @ np.asarray(w, np.float64).T) * np.asarray(scale, np.float64)
-    shape = jax.eval_shape(lambda *arrays: scaled_product_fused.product(*arrays, interpret=True), x, w, scale)
-    assert (shape.shape, shape.dtype) == (wanted.shape, jnp.float32)
-    found = scaled_product.product(x, w, scale, impl="interpret")
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
-    cut = scaled_product_fused.product(x, w, scale, parts=parts, interpret=True)
-    np.testing.assert_allclose(cut, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+@pytest.mark.parametrize(("rows", "terms", "columns"), [(1, 64, 16), (7, 512, 192), (16, 192, 64)])
+def test_the_order_of_threads_changes_nothing(rows, terms, columns):
+    """All numbers of e4m3 come back, and products are those of the plain matrix."""
+    stored = fp8(drawn(terms, columns) * 30)
+    every = jax.lax.bitcast_convert_type((jnp.arange(columns * terms) % 256).astype(jnp.uint8), jnp.float8_e4m3fn)
+    for w in (stored.weight, every.reshape(columns, terms)):
+        back = scaled_weights.decode(scaled_weights.encode(w))
+        np.testing.assert_array_equal(np.asarray(back).view(np.uint8), np.asarray(w).view(np.uint8))
+    ordered = fp8(drawn(terms, columns) * 30, ordered=True)
+    assert ordered.weight.nbytes == stored.weight.nbytes
+    x = drawn(rows, terms, seed=1, dtype="bfloat16")
+    np.testing.assert_array_equal(quick(product)(x, ordered), quick(product)(x, stored))
 
 
-def test_rows_beyond_the_range_of_fp16_are_clamped_and_misfits_refused():
-    x, w = jnp.full((1, 64), 1e9, jnp.bfloat16), jnp.eye(64).astype(jnp.float8_e4m3fn)
-    found = scaled_product.product(x, w, jnp.ones((64,)), impl="interpret")
-    assert found.tolist() == [[65504.0] * 64]
-    assert "17 rows" in str(scaled_product_fused.why_not(rows=17))
-    assert "96" in str(scaled_product_fused.why_not(terms=96))
-    assert "float32" in str(scaled_product_fused.why_not(dtype="float32"))
+def test_a_size_without_that_order_is_stored_plainly():
+    assert fp8(drawn(48, 32), ordered=True).weight.shape == (32, 48)
+    reason = scaled_product.why_not(platform="gpu", ordered=False)
+    assert "stored plainly" in str(reason)
 
 
 def stored_bytes(model) -> int:
@@ -83,7 +81,7 @@ def test_what_a_quantised_drafter_stores(own):
     assert all(isinstance(weight[...], Scaled) for weight in large)
     number = sum(isinstance(x, Scaled) for x in jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, Scaled)))
     assert number == len(large)
-    kept = sum(weight[...].weight.size for weight in large)
+    kept = sum(weight[...].weight.nbytes for weight in large)
     before = stored_bytes(drafter) + (0 if own else head.nbytes)
     scales = sum(weight[...].scale.nbytes for weight in large)
     assert stored_bytes(found) == before - kept + scales

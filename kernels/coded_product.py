@@ -39,14 +39,18 @@ DECODE = (
 
 
 def decode(
-    words: Int[Array, "G B 3 32 4"], table: Int[Array, "G 4"], rare: Int[Array, "G E 16"], *, impl: str | None = None
+    words: Int[Array, "groups blocks 3 32 4"],
+    table: Int[Array, "groups 4"],
+    rare: Int[Array, "groups rare 16"],
+    *,
+    impl: str | None = None,
 ) -> Float[Array, "N K"]:
     """The matrix, columns first, bf16; bit for bit what was encoded."""
     return choose("coded_weights", DECODE, impl).call(words, table, rare)
 
 
 def product(
-    x_TK: Float[Array, "T K"], words: Int[Array, "G B 3 32 4"], table: Int[Array, "G 4"], rare: Int[Array, "G E 16"],
+    x_TK: Float[Array, "T K"], words: Int[Array, "groups blocks 3 32 4"], table: Int[Array, "groups 4"], rare: Int[Array, "groups rare 16"],
     *, dtype=jnp.float32, impl: str | None = None,
 ) -> Float[Array, "T N"]:  # fmt: skip
     """``x w`` summed in fp32, returned as ``dtype``. A row's bits do not depend on the other rows."""

@@ -114,7 +114,9 @@ def encode(w_KN: BFloat16[Array, "K N"]) -> tuple[Array, Array, Array]:
     return words, table, listed
 
 
-def decode(words: Int[Array, "G B 3 32 4"], table: Int[Array, "G 4"], rare: Int[Array, "G E 16"]) -> Array:
+def decode(
+    words: Int[Array, "groups blocks 3 32 4"], table: Int[Array, "groups 4"], rare: Int[Array, "groups rare 16"]
+) -> Array:
     """The matrix, columns first: bf16 [N, K]."""
     groups = words.shape[0]
     thread = fragments.unstacked(words)  # [G, B, 32, 12]

@@ -25,7 +25,7 @@ def half(x):
 
 
 @jax.jit
-def encode(w_NK: Float[Array, "N K"]) -> Int[Array, "G B 2 32 4"]:
+def encode(w_NK: Float[Array, "N K"]) -> Int[Array, "groups blocks 2 32 4"]:
     """``words`` of a matrix of e4m3, outputs first, of whole blocks (``fragments.misfit``)."""
     part = fragments.pairs(jax.lax.bitcast_convert_type(w_NK.T, jnp.uint8).astype(U32))
 
@@ -37,7 +37,7 @@ def encode(w_NK: Float[Array, "N K"]) -> Int[Array, "G B 2 32 4"]:
     return fragments.stacked(fragments.by_thread(half(0) | half(1) << 16))
 
 
-def decode(words: Int[Array, "G B 2 32 4"]) -> Float[Array, "N K"]:
+def decode(words: Int[Array, "groups blocks 2 32 4"]) -> Float[Array, "N K"]:
     """The matrix of e4m3, outputs first."""
     thread = fragments.unstacked(words)
 

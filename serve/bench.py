@@ -158,7 +158,7 @@ class Bench(Recorded):
         self.drafter = random_drafter(self.config, mesh=self.mesh)
         if self.options.lossless:
             self.target = compress(self.target, self.options.lossless, consume=True)
-            self.drafter = compress(self.drafter, self.options.lossless, consume=True)
+            self.drafter = compress(self.drafter, consume=True)
             self.record["bits_per_weight"] = bits_per_weight(self.target)
         self.bare = self.drafter.with_reader(None)
         jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
@@ -525,7 +525,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="*",
         choices=MATRICES,
         metavar="GROUP",
-        help=f"store these matrices in 12 bits a weight; without names, all of {' '.join(MATRICES)}",
+        help=f"store these of the target, and the drafter's, in 12 bits a weight; without names {' '.join(MATRICES)}",
     )
     parser.add_argument("--fp8-draft", action="store_true", help="also time the drafter in fp8")
     parser.add_argument("--reader-slope", action="store_true", help="also time rounds with 1, 5 and 9 readers")

@@ -158,6 +158,6 @@ def test_misfits_are_refused(tmp_path):
         bits_per_weight(model())
     with pytest.raises(ValueError, match=r"found coded matrices \(lossless.compress\); a checkpoint needs the model"):
         save_pretrained(compress(model(), ["head"]), tmp_path / "target")
-    adapted = attach(drafter(), LoraConfig(rank=4, alpha=8, targets=("q_proj",)), rngs=nnx.Rngs(0))
+    adapted = attach(drafter(), LoraConfig(rank=4, alpha=8.0, targets=("q_proj",)), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"has a LoRA update; merge it first"):
         compress(adapted, ["mixer_in"])

@@ -50,8 +50,8 @@ def decode(
 
 
 def product(
-    x_TK: Float[Array, "T K"], words: Int[Array, "groups blocks 3 32 4"], table: Int[Array, "groups 4"], rare: Int[Array, "groups rare 16"],
-    *, dtype=jnp.float32, impl: str | None = None,
+    x_TK: Float[Array, "T K"], words: Int[Array, "groups blocks 3 32 4"], table: Int[Array, "groups 4"],
+    rare: Int[Array, "groups rare 16"], *, dtype=jnp.float32, impl: str | None = None,
 ) -> Float[Array, "T N"]:  # fmt: skip
     """``x w`` summed in fp32, returned as ``dtype``. A row's bits do not depend on the other rows."""
     facts = dict(rows=x_TK.shape[0], dtype=x_TK.dtype.name)

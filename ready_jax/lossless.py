@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from ready_jax.drafter import Drafter
-from ready_jax.kernels import coded_weights
+from ready_jax.kernels import coded_product, coded_weights
 from ready_jax.layers import Coded, LowRank, Scaled
 from ready_jax.target import Target
 from ready_jax.tensor_parallel import Sharded
@@ -44,9 +44,10 @@ def encode(w_KN: jax.Array) -> Coded:
     return Coded(*coded_weights.encode(w_KN))
 
 
+@jax.jit
 def decode(w: Coded) -> jax.Array:
     """The matrix [in, out], bit for bit."""
-    return coded_weights.decode(w.words, w.table, w.rare).T
+    return coded_product.decode(w.words, w.table, w.rare).T
 
 
 def compress[M: (Target, Drafter)](model: M, matrices: Iterable[str] = MATRICES, *, consume: bool = False) -> M:

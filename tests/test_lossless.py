@@ -16,6 +16,7 @@ from ready_jax.kernels import coded_weights, fragment_product_gluon
 from ready_jax.layers import Coded, linear, product
 from ready_jax.lora import attach
 from ready_jax.lossless import bits_per_weight, compress, decode, encode
+from ready_jax.pair import Pair
 from ready_jax.quantize import draft_fp8
 
 
@@ -128,10 +129,11 @@ def test_what_is_compressed():
 @pytest.mark.slow
 def test_text_and_speculation():
     """The same program with fewer bits: speculation repeats it token for token."""
-    target = compress(model())
+    pair = Pair(model(), drafter()).compressed(["mlp_out", "head"])
+    assert (coded(pair.target), coded(pair.drafter)) == (9, 2 * 5 + 1)
     prompt, limit = tiny.prompt(9), tiny.limits(24)
-    alone = tiny.generate(target, None, [prompt], limit)
-    run = tiny.generate(target, compress(drafter()), [prompt], limit)
+    alone = tiny.generate(pair.target, None, [prompt], limit)
+    run = tiny.generate(pair.target, pair.drafter, [prompt], limit)
     assert tiny.tokens(run) == tiny.tokens(alone)
 
 

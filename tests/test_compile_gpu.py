@@ -13,6 +13,7 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,19 +23,21 @@ CAPACITY = 3072
 ONE_GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"}
 
 
-def compiled_round(device: str, preset_name: str, folder: str, devices: int) -> dict:
-    """What XLA makes of `decode` with the drafter v2 and the final reader; leaves its dump in `folder`."""
+def compiled_round(device: str, preset_name: str, folder: str, devices: int, bits: int) -> dict:
+    """What XLA makes of `decode` with the drafter v2 and the final reader, weights in 16 or in 12 bits; leaves its dump
+    in `folder`."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     from flax import nnx
     from jax.experimental import topologies
 
-    from ready_jax import hlo, tensor_parallel
+    from ready_jax import hlo, lossless, tensor_parallel
     from ready_jax.configs.qwen3_8_27b import PRESETS
     from ready_jax.decode import Decoding, Limits, decode
     from ready_jax.drafter import Drafter
-    from ready_jax.kernels import dispatch
+    from ready_jax.kernels import coded_weights, dispatch
+    from ready_jax.layers import Coded
     from ready_jax.programs import Program
     from ready_jax.random_weights import random_drafter, random_target
     from ready_jax.state import init_state
@@ -61,7 +64,20 @@ def compiled_round(device: str, preset_name: str, folder: str, devices: int) -> 
         limits = Limits(one_B, jnp.zeros((8,), jnp.int32), one_B, jnp.float32(0), jnp.int32(0))
         return dict(target=target, drafter=drafter, run=run, limits=limits, max_rounds=jnp.int32(0))
 
+    def coded(weight):
+        """A description of the matrix in 12 bits, with as many rare weights as a Gaussian one has."""
+        terms, columns = weight.shape
+        assert coded_weights.why_not(terms, columns, "bfloat16") is None
+        sizes = (columns // 16, terms // 64, 3, 32, 4), (columns // 16, 4), (columns // 16, 16, 16)
+        described: Any = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
+        return Coded(*described)
+
     abstract = jax.eval_shape(arguments)
+    if bits == 12:
+        for model in (abstract["target"], abstract["drafter"]):
+            for group, _, module, name in lossless._matrices(model):
+                stored = nnx.Param(coded(getattr(module, name)))
+                setattr(module, name, nnx.data(stored) if group == "head" else stored)
     one = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), abstract)
     specs = one if devices == 1 else tensor_parallel.specs(abstract, over, 1)
     flat = zip(jax.tree.leaves(abstract), jax.tree.leaves(specs), strict=True)
@@ -113,15 +129,17 @@ condition:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("jax_cuda13_plugin") is None, reason="needs the compiler of jax[cuda13]; no GPU")
 @pytest.mark.parametrize("preset", ["lookalike", "qwen3_8_27b"])
-@pytest.mark.parametrize(("device", "devices"), [("h200", 1), ("b200", 1), ("h200", 2)])
-def test_the_whole_round_is_one_graph_and_copies_no_weights(device: str, devices: int, preset: str, capsys):
+@pytest.mark.parametrize(
+    ("device", "devices", "bits"), [("h200", 1, 16), ("b200", 1, 16), ("h200", 2, 16), ("h200", 1, 12), ("b200", 1, 12)]
+)
+def test_the_whole_round_is_one_graph_and_copies_no_weights(device: str, devices: int, bits: int, preset: str, capsys):
     """In a process of its own: the plugin must not look for a driver, and 64 layers leave a lot behind."""
     environment = os.environ | dict(
         JAX_PLATFORMS="cpu",
         JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
         PYTHONPATH=f"{HERE.parent}:{os.getenv('PYTHONPATH', '')}",
     )
-    command = [sys.executable, __file__, device, preset, str(devices)]
+    command = [sys.executable, __file__, device, preset, str(devices), str(bits)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -134,6 +152,6 @@ def test_the_whole_round_is_one_graph_and_copies_no_weights(device: str, devices
 
 
 if __name__ == "__main__":
-    _, asked_device, asked_preset, asked_devices = sys.argv
+    _, asked_device, asked_preset, *numbers = sys.argv
     with tempfile.TemporaryDirectory() as dump:
-        sys.stdout.write(json.dumps(compiled_round(asked_device, asked_preset, dump, int(asked_devices))) + "\n")
+        sys.stdout.write(json.dumps(compiled_round(asked_device, asked_preset, dump, *map(int, numbers))) + "\n")

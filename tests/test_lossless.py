@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import threads
 import tiny
 from compiling import quick
 from flax import nnx
@@ -17,7 +18,7 @@ from ready_jax.layers import Coded, linear, product
 from ready_jax.lora import attach
 from ready_jax.lossless import bits_per_weight, compress, decode, encode
 from ready_jax.pair import Pair
-from ready_jax.quantize import draft_fp8
+from ready_jax.quantize import draft_fp8, fp8
 
 
 def drawn(*shape, seed=0, scale=0.02):
@@ -163,3 +164,35 @@ def test_misfits_are_refused(tmp_path):
     adapted = attach(drafter(), LoraConfig(rank=4, alpha=8.0, targets=("q_proj",)), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"has a LoRA update; merge it first"):
         compress(adapted, ["mixer_in"])
+
+
+@pytest.mark.parametrize("rows", [7, 30])
+def test_threads_multiply_what_is_stored(rows):
+    """The kernel's own instructions, run by NumPy (`threads.py`), on every kind of weight but what is not finite."""
+    w = jnp.where(jnp.isfinite(adversarial()), adversarial(), 1).at[:, 33].set(1e-20)
+    stored = encode(w)
+    x = drawn(rows, 192, seed=3, scale=1.0)
+    found = threads.coded_product(x, stored.words, stored.table, stored.rare, dtype=jnp.float32)
+    wanted = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    size = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(w, np.float64))
+    assert (np.abs(np.asarray(found, np.float64) - wanted) <= 1e-6 * size + 1e-30).all()
+    np.testing.assert_array_equal(bits(threads.decode(stored.words, stored.table, stored.rare)).T, bits(w))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("terms", "columns"), [(64, 16), (192, 48), (512, 96), (5120, 1024), (17408, 512)])
+def test_the_gpu_multiplies_what_is_stored(terms, columns):
+    """For every number of rows; a row's bits are the same wherever it stands and whatever the others are."""
+    w = drawn(terms, columns).at[:, 5].mul(100)
+    stored = encode(w)
+    np.testing.assert_array_equal(bits(decode(stored)), bits(w))
+    eight, plain = fp8(w, ordered=True), fp8(w)
+    for rows in (1, 7, 8, 9, 16, 32):
+        x = drawn(rows, terms, seed=rows, scale=1.0)
+        found = product(x, stored)
+        wanted = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+        assert np.linalg.norm(found - wanted) < 1e-5 * np.linalg.norm(wanted)
+        turned = product(jnp.roll(x, 1, axis=0).at[0].set(jnp.nan), stored)
+        np.testing.assert_array_equal(turned[1:], found[:-1])
+        near, far = product(x, eight), product(x.astype(jnp.float32), plain)
+        assert np.linalg.norm(near - far) < 1e-5 * np.linalg.norm(far)

@@ -22,52 +22,26 @@ def split(p_BTI, a_log_M, dt_bias_M, channels: int, width: int):
     return u_BTC, z, -rate_BTM * jax.nn.softplus(a_BTM.astype(jnp.float32) + bias_BTM), beta_BTM
 
 
-def of_history(tail_BWC, u_BTC):
-    """Taps of few rows: slices of the inputs before them and their own, side by side."""
-    history_BWC = jnp.concatenate([tail_BWC, u_BTC.astype(tail_BWC.dtype)], axis=1)
-    return lambda i, part: history_BWC[:, i : i + u_BTC.shape[1], part]
+def convolve(history_BWC, conv_WC, tokens: int, key_heads: tuple[int, int], value_heads: tuple[int, int], segment_BT):
+    """Depthwise causal convolution and SiLU of the last ``tokens`` inputs, split into q, k and v heads (count, width).
 
-
-def of_sequence(tail_BWC, u_BTC):
-    """Taps of many rows, without a copy of them: a row's own input ``window - 1 - i`` rows before, or the tail's."""
-    window, tokens = tail_BWC.shape[1] + 1, u_BTC.shape[1]
-    row = jnp.arange(tokens)[None, :, None]
-
-    def tap(i, part):
-        back = window - 1 - i
-        if not back:
-            return u_BTC[..., part]
-        earlier = jnp.pad(u_BTC[..., part], [(0, 0), (back, 0), (0, 0)])[:, :tokens]
-        before = jnp.pad(tail_BWC[:, i:, part], [(0, 0), (0, max(tokens - back, 0)), (0, 0)])[:, :tokens]
-        return jnp.where(row < back, before, earlier)
-
-    return tap
-
-
-def convolve(tap, conv_WC, key_heads: tuple[int, int], value_heads: tuple[int, int], segment_BT):
-    """Depthwise causal convolution and SiLU, as q, k and v heads (count, width).
-
-    ``tap(i, part)``: inputs [B, T, part] of tap ``i`` for every row. With ``segment_BT``, taps do not reach into
-    another segment.
+    With ``segment_BT``, taps do not reach into another segment.
     """
     window = conv_WC.shape[0]
     w_WC = conv_WC.astype(jnp.float32)
-
-    def heads(first: int, count: int, width: int):
-        part = slice(first, first + count * width)
-        inputs = [tap(i, part) for i in range(window)]
-        total = 0.0
-        for i in range(window):
-            term, back = inputs[i].astype(jnp.float32), window - 1 - i
-            if segment_BT is not None and back:
-                earlier = jnp.pad(segment_BT, [(0, 0), (back, 0)], mode="edge")[:, : segment_BT.shape[1]]
-                term = jnp.where((earlier == segment_BT)[..., None], term, 0.0)
-            total = total + term * w_WC[i, part][None, None]
-        mixed = jax.nn.silu(total).astype(inputs[0].dtype)
-        return mixed.reshape(mixed.shape[:2] + (count, width))
-
+    total = 0.0
+    for i in range(window):
+        term = history_BWC[:, i : i + tokens].astype(jnp.float32)
+        back = window - 1 - i
+        if segment_BT is not None and back:
+            earlier = jnp.pad(segment_BT, [(0, 0), (back, 0)], mode="edge")[:, :tokens]
+            term = jnp.where((earlier == segment_BT)[..., None], term, 0.0)
+        total = total + term * w_WC[i][None, None]
+    mixed = jax.nn.silu(total).astype(history_BWC.dtype)
     keys = key_heads[0] * key_heads[1]
-    return heads(0, *key_heads), heads(keys, *key_heads), heads(2 * keys, *value_heads)
+    q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
+    lead = mixed.shape[:2]
+    return q.reshape(lead + key_heads), k.reshape(lead + key_heads), v.reshape(lead + value_heads)
 
 
 def gated_norm(out_BTMY, z_BTO, norm_Y, eps: float):

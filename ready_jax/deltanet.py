@@ -62,19 +62,18 @@ class GatedDeltaNet(nnx.Module):
         return summed_linear(gated_BTO, w_out_OD), pending
 
     def sequence(self, x_BTD, s_BMXY, tail_BWC, *, live_BT, segment_BT=None, states_at_BA=None, **options):
-        """Any number of tokens in chunks: output, last state, conv inputs, states after ``states_at_BA`` tokens."""
+        """Any number of tokens in chunks: output, last state, conv history, states after ``states_at_BA`` tokens."""
         c = self.config
         # The parts of the fused projection are taken out here, so that it is not held until z is needed.
         u_BTC, z, g, beta = jax.lax.optimization_barrier(
             inputs.split(self.project(x_BTD), self.a_log_M[...], self.dt_bias_M[...], c.conv_channels, c.value_width)
         )
-        u_BTC = u_BTC.astype(tail_BWC.dtype)
+        history_BWC = jnp.concatenate([tail_BWC, u_BTC.astype(tail_BWC.dtype)], axis=1)
         key_heads = (c.linear_num_key_heads, c.linear_key_head_dim)
         value_heads = (c.linear_num_value_heads, c.linear_value_head_dim)
-        taps = inputs.of_sequence(tail_BWC, u_BTC)
-        q, k, v = inputs.convolve(taps, self.conv_WC[...], key_heads, value_heads, segment_BT)
+        q, k, v = inputs.convolve(history_BWC, self.conv_WC[...], x_BTD.shape[1], key_heads, value_heads, segment_BT)
         out, s_BMXY, states = gated_delta.prefill(
             s_BMXY, q, k, v, g, beta, live_BT=live_BT, segment_BT=segment_BT, states_at_BA=states_at_BA, **options
         )
         gated_BTO = inputs.gated_norm(out, z, self.norm_Y[...], c.rms_norm_eps)
-        return summed_linear(gated_BTO, self.w_out_OD[...]), s_BMXY, u_BTC, states
+        return summed_linear(gated_BTO, self.w_out_OD[...]), s_BMXY, history_BWC, states

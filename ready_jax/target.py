@@ -164,10 +164,10 @@ class Target(nnx.Module):
         def mix(i, mixer, x_BTD):
             if isinstance(mixer, GatedDeltaNet):
                 at = states_at_BA if i in state_layers else None
-                y_BTD, recurrent[i], inputs, found = mixer.sequence(
+                y_BTD, recurrent[i], history, found = mixer.sequence(
                     x_BTD, recurrent[i], conv[i], live_BT=live_BT, states_at_BA=at
                 )
-                conv[i] = last_inputs(conv[i], inputs, num_B)
+                conv[i] = last_inputs(history, num_B, conv[i].shape[1])
                 if found is not None:
                     states[i] = found
             else:

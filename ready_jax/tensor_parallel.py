@@ -21,7 +21,8 @@ from ready_jax import collectives, lora
 from ready_jax.config import LINEAR, DrafterConfig, ReaderConfig, TargetConfig
 from ready_jax.deltanet import COLUMN_MULTIPLE
 from ready_jax.drafter import DraftContext, Drafter
-from ready_jax.kernels import dispatch
+from ready_jax.kernels import dispatch, scaled_weights
+from ready_jax.layers import Coded, Scaled
 from ready_jax.pytree import register
 from ready_jax.reader import StateReader
 from ready_jax.sharding import letters
@@ -310,7 +311,7 @@ def shard(model, mesh: Mesh) -> Any:
         )  # fmt: skip
     shards, config = mesh.shape[mesh.axis_names[-1]], model.config
     check(type(model).__name__, config, mesh)
-    plain = lora.merge(model) if isinstance(model, Drafter) else model
+    plain = _cuttable(lora.merge(model) if isinstance(model, Drafter) else model)
 
     def put(path, leaf):
         cut = cut_of(_names(path), _readable(config, plain), shards)
@@ -326,6 +327,18 @@ def shard(model, mesh: Mesh) -> Any:
 
     spread = _configured(jax.tree_util.tree_map_with_path(put, plain), local(config, shards))
     return Sharded(spread, effective(config, shards), config, mesh)
+
+
+def _cuttable(model):
+    """With fp8 matrices outputs first: in the order of threads neither heads nor columns lie side by side."""
+
+    def plainly(stored):
+        if isinstance(stored, Coded):
+            raise ValueError("found a matrix in 12 bits, which cannot be cut; shard the model before lossless.compress")
+        ordered = isinstance(stored, Scaled) and stored.weight.ndim == 5
+        return replace(stored, weight=scaled_weights.decode(stored.weight)) if ordered else stored
+
+    return jax.tree.map(plainly, model, is_leaf=lambda x: isinstance(x, Scaled | Coded))
 
 
 def _readable(config: Config, module: Module) -> Config:

@@ -19,6 +19,7 @@ from ready_jax.lora import attach
 from ready_jax.lossless import bits_per_weight, compress, decode, encode
 from ready_jax.pair import Pair
 from ready_jax.quantize import draft_fp8, fp8
+from ready_jax.tensor_parallel import shard
 
 
 def drawn(*shape, seed=0, scale=0.02):
@@ -161,6 +162,8 @@ def test_misfits_are_refused(tmp_path):
         bits_per_weight(model())
     with pytest.raises(ValueError, match=r"found coded matrices \(lossless.compress\); a checkpoint needs the model"):
         save_pretrained(compress(model(), ["head"]), tmp_path / "target")
+    with pytest.raises(ValueError, match=r"in 12 bits, which cannot be cut"):
+        shard(compress(model(), ["head"]), jax.make_mesh((1,), ("model",)))
     adapted = attach(drafter(), LoraConfig(rank=4, alpha=8.0, targets=("q_proj",)), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"has a LoRA update; merge it first"):
         compress(adapted, ["mixer_in"])

@@ -52,7 +52,7 @@ def _scan_body(*refs, slot, sizes, width, programs, backwards, scaled):
         value, index = best
         column = (program + (trips - 1 - n if backwards else n) * programs) * width + lane
         inside = column < vocab
-        if scaled:  # outputs first, see `scaled_product_fused.py`
+        if scaled:  # outputs first: neighbouring terms of a sum are one load
             every = jnp.broadcast_to(inside[:, None], (width, rank))
             weight = load(w2_ref.at[column[:, None], r[None, :]], mask=every, other=0.0).astype(latent.dtype).T
         else:

@@ -41,13 +41,18 @@ def _product(x_TK, words, table, rare, dtype):
     from ready_jax.kernels import fragment_product_gluon_source as source
 
     (rows, terms), warps = x_TK.shape, _warps(x_TK.shape[1])
-    columns = words.shape[0] * fragments.COLUMNS
+    columns, loads, tiles = (
+        words.shape[0] * fragments.COLUMNS,
+        words.shape[2],
+        next(n for n in (1, 2, 4) if n * TILE >= rows),
+    )
+    code, operands = source.BLOCKS[loads, tiles]
     return gluon.call()(
         x_TK, words, table, rare,
         kernel=source.product, out_type=jax.ShapeDtypeStruct((rows, columns), dtype),
         grid=(words.shape[0],), num_warps=warps,
-        K=terms, N=columns, T=rows, E=rare.shape[1], TILES=next(n for n in (1, 2, 4) if n * TILE >= rows),
-        WARPS=warps, STEPS=terms // fragments.TERMS // warps, LOADS=words.shape[2],
+        K=terms, N=columns, T=rows, E=rare.shape[1], TILES=tiles, WARPS=warps,
+        STEPS=terms // fragments.TERMS // warps, LOADS=loads, CODE=code, OPERANDS=operands,
     )  # fmt: skip
 
 
@@ -66,9 +71,9 @@ def decode(words, table, rare):
     from ready_jax.kernels import fragment_product_gluon_source as source
 
     terms, columns = fragments.shape(words)
-    warps = _warps(terms)
+    warps, (code, operands) = _warps(terms), source.WHOLE
     return gluon.call()(
         words, table, rare,
         kernel=source.decode, out_type=jax.ShapeDtypeStruct((columns, terms), jnp.bfloat16),
-        grid=(words.shape[0],), num_warps=warps, K=terms, E=rare.shape[1], WARPS=warps,
+        grid=(words.shape[0],), num_warps=warps, K=terms, E=rare.shape[1], WARPS=warps, CODE=code, OPERANDS=operands,
     )  # fmt: skip

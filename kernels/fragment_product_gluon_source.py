@@ -14,7 +14,6 @@ except ImportError:  # the module must import everywhere; `gluon.missing` refuse
     def jit(function):
         return function
 
-    gl = None
 
 #: 16-byte loads of a thread for a block: of a coded matrix, of one in fp8.
 CODED, FP8 = 3, 2
@@ -79,12 +78,9 @@ def _whole() -> str:
     return "{" + SCRATCH + "".join(code) + "}"
 
 
-if gl is not None:
-    CODED1, CODED2, CODED4 = (gl.constexpr(_block(CODED, n)) for n in (1, 2, 4))
-    OF_CODED1, OF_CODED2, OF_CODED4 = (gl.constexpr(_constraints(CODED, n)) for n in (1, 2, 4))
-    FP8_1, FP8_2, FP8_4 = (gl.constexpr(_block(FP8, n)) for n in (1, 2, 4))
-    OF_FP8_1, OF_FP8_2, OF_FP8_4 = (gl.constexpr(_constraints(FP8, n)) for n in (1, 2, 4))
-    WHOLE, OF_WHOLE = gl.constexpr(_whole()), gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 16))
+#: Of ``inline_asm_elementwise``: code and operands, for every format and number of tiles, and of ``decode``.
+BLOCKS = {(loads, n): (_block(loads, n), _constraints(loads, n)) for loads in (CODED, FP8) for n in (1, 2, 4)}
+WHOLE = _whole(), ",".join(["=&r"] * 16 + ["r"] * 16)
 
 
 @jit
@@ -108,42 +104,19 @@ def _terms(x_at, row, ROW: gl.constexpr, T: gl.constexpr, TILES: gl.constexpr):
 
 
 @jit
-def _multiply(operands, CODE: gl.constexpr, CONSTRAINTS: gl.constexpr, TILES: gl.constexpr):
+def _multiplied(words, x_at, row, entries, sums, ROW: gl.constexpr, T: gl.constexpr, TILES: gl.constexpr,
+                CODE: gl.constexpr, OPERANDS: gl.constexpr):  # fmt: skip
+    """The sums of every tile of eight rows plus a block of 64 terms."""
+    operands = words + _terms(x_at, row, ROW, T, TILES) + entries + sums
     if TILES == 1:
-        one = gl.inline_asm_elementwise(CODE, CONSTRAINTS, operands, dtype=gl.float32, is_pure=True, pack=4)
+        one = gl.inline_asm_elementwise(CODE, OPERANDS, operands, dtype=gl.float32, is_pure=True, pack=4)
         found = (one,)
     elif TILES == 2:
-        found = gl.inline_asm_elementwise(
-            CODE, CONSTRAINTS, operands, dtype=(gl.float32, gl.float32), is_pure=True, pack=4
-        )
+        both: gl.constexpr = (gl.float32, gl.float32)
+        found = gl.inline_asm_elementwise(CODE, OPERANDS, operands, dtype=both, is_pure=True, pack=4)
     else:
-        found = gl.inline_asm_elementwise(
-            CODE, CONSTRAINTS, operands, dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=4
-        )
-    return found
-
-
-@jit
-def _multiplied(words, x_at, row, entries, sums, ROW: gl.constexpr, T: gl.constexpr, TILES: gl.constexpr,
-                LOADS: gl.constexpr):  # fmt: skip
-    """The sums of every tile of eight rows plus a block of 64 terms."""
-    x = _terms(x_at, row, ROW, T, TILES)
-    if LOADS == 3:
-        operands = words + x + (entries,) + sums
-        if TILES == 1:
-            found = _multiply(operands, CODED1, OF_CODED1, TILES)
-        elif TILES == 2:
-            found = _multiply(operands, CODED2, OF_CODED2, TILES)
-        else:
-            found = _multiply(operands, CODED4, OF_CODED4, TILES)
-    else:
-        operands = words + x + sums
-        if TILES == 1:
-            found = _multiply(operands, FP8_1, OF_FP8_1, TILES)
-        elif TILES == 2:
-            found = _multiply(operands, FP8_2, OF_FP8_2, TILES)
-        else:
-            found = _multiply(operands, FP8_4, OF_FP8_4, TILES)
+        four: gl.constexpr = (gl.float32, gl.float32, gl.float32, gl.float32)
+        found = gl.inline_asm_elementwise(CODE, OPERANDS, operands, dtype=four, is_pure=True, pack=4)
     return found
 
 
@@ -173,7 +146,7 @@ def _with_rare(sums, x, listed, t, K: gl.constexpr, T: gl.constexpr, TILES: gl.c
 def product(
     x, words, table, rare, y,
     K: gl.constexpr, N: gl.constexpr, T: gl.constexpr, E: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr,
-    STEPS: gl.constexpr, LOADS: gl.constexpr,
+    STEPS: gl.constexpr, LOADS: gl.constexpr, CODE: gl.constexpr, OPERANDS: gl.constexpr,
 ):  # fmt: skip
     """Program (16 columns): ``y`` [T, N] of rows [T, K]. ``table``: of codes, or the fp32 scale of every column."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
@@ -197,10 +170,10 @@ def product(
     if STEPS > 1:
         soon = _words(at + NEXT, LOADS)
     if LOADS == 3:
-        entries = gl.load(table + g * 4 + j + 0 * thread)
+        entries = (gl.load(table + g * 4 + j + 0 * thread),)
         listed = _listed(rare, g, warp, n, E, WARPS)
     else:
-        entries = row
+        entries = ()
     zero = gl.zeros([32 * WARPS, 4], gl.float32, L)
     sums = (zero,)
     for _ in gl.static_range(1, TILES):
@@ -208,12 +181,12 @@ def product(
     if STEPS > 1:
         for i in range(STEPS - 2):
             later = _words(at + (i + 2) * NEXT, LOADS)
-            sums = _multiplied(now, x_at + i * NEXT_X, row, entries, sums, ROW, T, TILES, LOADS)
+            sums = _multiplied(now, x_at + i * NEXT_X, row, entries, sums, ROW, T, TILES, CODE, OPERANDS)
             now = soon
             soon = later
-        sums = _multiplied(now, x_at + (STEPS - 2) * NEXT_X, row, entries, sums, ROW, T, TILES, LOADS)
+        sums = _multiplied(now, x_at + (STEPS - 2) * NEXT_X, row, entries, sums, ROW, T, TILES, CODE, OPERANDS)
         now = soon
-    sums = _multiplied(now, x_at + (STEPS - 1) * NEXT_X, row, entries, sums, ROW, T, TILES, LOADS)
+    sums = _multiplied(now, x_at + (STEPS - 1) * NEXT_X, row, entries, sums, ROW, T, TILES, CODE, OPERANDS)
     if LOADS == 3:
         sums = _with_rare(sums, x, listed, t, K, T, TILES, E // WARPS)
     shared = gl.allocate_shared_memory(gl.float32, [32 * WARPS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -232,7 +205,8 @@ def product(
 
 
 @jit
-def decode(words, table, rare, out, K: gl.constexpr, E: gl.constexpr, WARPS: gl.constexpr):
+def decode(words, table, rare, out, K: gl.constexpr, E: gl.constexpr, WARPS: gl.constexpr, CODE: gl.constexpr,
+           OPERANDS: gl.constexpr):  # fmt: skip
     """Program (16 columns): ``out`` [N, K] of a coded matrix."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     R: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
@@ -248,7 +222,7 @@ def decode(words, table, rare, out, K: gl.constexpr, E: gl.constexpr, WARPS: gl.
     for i in range(K // 64 // WARPS):
         a, b, c = _words(at + i * (WARPS * 384), 3)
         p, q, r, s = gl.inline_asm_elementwise(
-            WHOLE, OF_WHOLE, [a, b, c, entries], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4
+            CODE, OPERANDS, [a, b, c, entries], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4
         )
         here = row + i * (WARPS * 32)
         gl.store(here, p)

@@ -24,7 +24,7 @@ from ready_jax.tensor_parallel import Sharded
 MATRICES = ("mixer_in", "mixer_out", "mlp_in", "mlp_out", "fuse", "head")
 
 
-def _matrices(model: Any) -> Iterator[tuple[str, str, nnx.Module, str]]:
+def large_matrices(model: Any) -> Iterator[tuple[str, str, nnx.Module, str]]:
     """(group, path, module, attribute) of every large matrix but the embeddings and the Markov head's."""
     for i, layer in enumerate(model.layers):
         inner, prefix = (layer.mixer, f"layers.{i}.mixer.") if isinstance(model, Target) else (layer, f"layers.{i}.")
@@ -55,8 +55,8 @@ def compress[M: (Target, Drafter)](model: M, matrices: Iterable[str] = MATRICES,
 
     ``consume`` takes them out of the model given, so that no more than one is held twice; else it stays as it was.
     For decoding: the result is neither trained nor saved. fp8 matrices stay what they are. Raises ValueError for an
-    unknown name, a model over a mesh, LoRA updates that are not merged, and a matrix that cannot be stored so (it says
-    which and why).
+    unknown name, a model over a mesh, LoRA updates that are not merged, and a matrix that cannot be stored so, or not
+    in fewer bits (it says which and why).
     """
     matrices = tuple(matrices)
     unknown = sorted(set(matrices) - set(MATRICES))
@@ -65,7 +65,7 @@ def compress[M: (Target, Drafter)](model: M, matrices: Iterable[str] = MATRICES,
     if isinstance(model, Sharded):
         raise ValueError("found a model over a mesh; needs one on a single device: shards of coded weights are not cut")
     other: Any = model if consume else jax.tree.map(lambda leaf: leaf, model)
-    for group, path, module, name in _matrices(other):
+    for group, path, module, name in large_matrices(other):
         weight = getattr(module, name)[...]
         if group not in matrices or isinstance(weight, Scaled | Coded):
             continue
@@ -75,13 +75,20 @@ def compress[M: (Target, Drafter)](model: M, matrices: Iterable[str] = MATRICES,
         reason = coded_weights.why_not(terms, columns, weight.dtype.name)
         if reason is not None:
             raise ValueError(f"{path} cannot be stored in 12 bits a weight: {reason}")
-        stored = nnx.Param(encode(weight))
+        found = encode(weight)
+        listed, bits = found.rare.shape[1], 12 + 32 * found.rare.shape[1] / terms
+        if listed > coded_weights.RARE and bits > 16:
+            raise ValueError(
+                f"{path} would take {bits:.1f} bits a weight, not fewer than 16: in one column about "
+                f"{listed} of {terms} weights have scales that its neighbours do not share: leave out {group!r}"
+            )
+        stored = nnx.Param(found)
         setattr(module, name, nnx.data(stored) if group == "head" else stored)
     return other
 
 
-def bits_per_weight(model: Target | Drafter) -> float:
-    """Bits of the coded matrices of a model, their tables and lists included, over the number of their weights."""
+def bits_per_weight(model: Any) -> float:
+    """Bits of the coded matrices of a model, or of several, over the number of their weights; lists are counted in."""
     found = [x for x in jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, Coded)) if isinstance(x, Coded)]
     if not found:
         raise ValueError("found no coded matrix in this model; ready_jax.lossless.compress makes them")

@@ -54,14 +54,14 @@ def draft_fp8[D: (Drafter, Sharded)](drafter: D, head: jax.Array | Coded | None 
     if isinstance(drafter, Sharded):
         return replace(drafter, shards=draft_fp8(drafter.shards, head, ordered=False)).placed()
     other = merge(drafter)
-    large: list[tuple[nnx.Module, str]] = [(other, "w_fuse_ID")]
+    large: list[tuple[nnx.Module, str, bool]] = [(other, "w_fuse_ID", ordered)]
     for layer in other.layers:
-        large += [(layer, name) for name in ("w_q_DO", "w_kv_DI", "w_out_OD")]
-        large += [(layer.mlp, name) for name in ("w_in_DI", "w_out_FD")]
-    for module, name in large:
-        setattr(module, name, nnx.Param(fp8(getattr(module, name)[...], ordered=ordered)))
-    if other.markov is not None:  # whose kernel reads it plainly
-        setattr(other.markov, "w2_RV", nnx.Param(fp8(other.markov.w2_RV[...])))  # noqa: B010
+        large += [(layer, name, ordered) for name in ("w_q_DO", "w_kv_DI", "w_out_OD")]
+        large += [(layer.mlp, name, ordered) for name in ("w_in_DI", "w_out_FD")]
+    if other.markov is not None:
+        large.append((other.markov, "w2_RV", False))  # its kernel reads it plainly
+    for module, name, in_order in large:
+        setattr(module, name, nnx.Param(fp8(getattr(module, name)[...], ordered=in_order)))
     if head is None and other.w_out_DV is not None:
         head = other.w_out_DV[...]
     if head is not None:

@@ -159,7 +159,7 @@ class Bench(Recorded):
         if self.options.lossless:
             self.target = compress(self.target, self.options.lossless, consume=True)
             self.drafter = compress(self.drafter, consume=True)
-            self.record["bits_per_weight"] = bits_per_weight(self.target)
+            self.record["bits_per_weight"] = bits_per_weight((self.target, self.drafter))
         self.bare = self.drafter.with_reader(None)
         jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
         parts: dict[str, Any] = dict(target=self.target, drafter=self.bare, reader=self.drafter.reader)

@@ -75,7 +75,7 @@ def compiled_round(device: str, preset_name: str, folder: str, devices: int, bit
     abstract = jax.eval_shape(arguments)
     if bits == 12:
         for model in (abstract["target"], abstract["drafter"]):
-            for group, _, module, name in lossless._matrices(model):
+            for group, _, module, name in lossless.large_matrices(model):
                 stored = nnx.Param(coded(getattr(module, name)))
                 setattr(module, name, nnx.data(stored) if group == "head" else stored)
     one = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), abstract)

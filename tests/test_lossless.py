@@ -39,10 +39,9 @@ def adversarial():
     return w
 
 
-@pytest.mark.parametrize(
-    "w", [drawn(64, 16), adversarial(), jnp.zeros((128, 32), jnp.bfloat16)], ids=["drawn", "any", "zero"]
-)
-def test_every_bit_comes_back(w):
+@pytest.mark.parametrize("kind", ["drawn", "any", "zero"])
+def test_every_bit_comes_back(kind):
+    w = dict(drawn=drawn(64, 16), any=adversarial(), zero=jnp.zeros((128, 32), jnp.bfloat16))[kind]
     stored = encode(w)
     assert stored.shape == w.shape
     np.testing.assert_array_equal(bits(decode(stored)), bits(w))
@@ -164,12 +163,18 @@ def test_misfits_are_refused(tmp_path):
         save_pretrained(compress(model(), ["head"]), tmp_path / "target")
     with pytest.raises(ValueError, match=r"in 12 bits, which cannot be cut"):
         shard(compress(model(), ["head"]), jax.make_mesh((1,), ("model",)))
+    odd = jax.tree.map(lambda leaf: leaf, model())
+    odd.layers[1].mlp.w_out_FD = nnx.Param(
+        odd.layers[1].mlp.w_out_FD[...].at[:, 7].set((4.0 ** -jnp.arange(64)).astype(jnp.bfloat16))
+    )
+    with pytest.raises(ValueError, match=r"layers.1.mlp.w_out_FD would take .* bits .* leave out 'mlp_out'"):
+        compress(odd, ["mlp_out"])
     adapted = attach(drafter(), LoraConfig(rank=4, alpha=8.0, targets=("q_proj",)), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"has a LoRA update; merge it first"):
         compress(adapted, ["mixer_in"])
 
 
-@pytest.mark.parametrize("rows", [7, 30])
+@pytest.mark.parametrize("rows", [7, 16, 30])
 def test_threads_multiply_what_is_stored(rows):
     """The kernel's own instructions, run by NumPy (`threads.py`), on every kind of weight but what is not finite."""
     w = jnp.where(jnp.isfinite(adversarial()), adversarial(), 1).at[:, 33].set(1e-20)

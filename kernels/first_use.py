@@ -109,6 +109,17 @@ def attention_inputs(reference, call) -> None:
     _compare(run, call, reference, (fused, k, v, jnp.array([5, 70])), 2e-2)
 
 
+def causal_conv(reference, call) -> None:
+    """Forty tokens of three segments in two sequences; parts of 256, 256 and 768 channels, and others behind them."""
+    p, tail, conv = _normal((2, 40, 1536), (2, 3, 1280), (4, 1280))
+    segment = jnp.array([[0] * 7 + [1] * 14 + [2] * 19, [3] * 2 + [4] * 37 + [5]])
+
+    def run(call, *arrays):
+        return call(*arrays, segment, keys=256, values=768)
+
+    _compare(run, call, reference, (p, tail, conv), 2e-2)
+
+
 def markov_step(reference, call) -> None:
     """The token must be the same: the best logit leads by more than rounding."""
     base, w2, w1 = _normal((1, 7, 5000), (256, 5000), (5000, 256))

@@ -22,8 +22,8 @@ def split(p_BTI, a_log_M, dt_bias_M, channels: int, width: int):
     return u_BTC, z, -rate_BTM * jax.nn.softplus(a_BTM.astype(jnp.float32) + bias_BTM), beta_BTM
 
 
-def convolve(history_BWC, conv_WC, tokens: int, key_heads: tuple[int, int], value_heads: tuple[int, int], segment_BT):
-    """Depthwise causal convolution and SiLU of the last ``tokens`` inputs, split into q, k and v heads (count, width).
+def convolve(history_BWC, conv_WC, tokens: int, segment_BT=None):
+    """Depthwise causal convolution and SiLU of the last ``tokens`` inputs: [B, tokens, C].
 
     With ``segment_BT``, taps do not reach into another segment.
     """
@@ -37,11 +37,7 @@ def convolve(history_BWC, conv_WC, tokens: int, key_heads: tuple[int, int], valu
             earlier = jnp.pad(segment_BT, [(0, 0), (back, 0)], mode="edge")[:, :tokens]
             term = jnp.where((earlier == segment_BT)[..., None], term, 0.0)
         total = total + term * w_WC[i][None, None]
-    mixed = jax.nn.silu(total).astype(history_BWC.dtype)
-    keys = key_heads[0] * key_heads[1]
-    q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
-    lead = mixed.shape[:2]
-    return q.reshape(lead + key_heads), k.reshape(lead + key_heads), v.reshape(lead + value_heads)
+    return jax.nn.silu(total).astype(history_BWC.dtype)
 
 
 def gated_norm(out_BTMY, z_BTO, norm_Y, eps: float):

@@ -9,6 +9,8 @@ from flax import nnx
 from ready_jax.config import TargetConfig
 from ready_jax.kernels import gated_delta
 from ready_jax.kernels import gated_delta_inputs as inputs
+from ready_jax.kernels.causal_conv import causal_conv
+from ready_jax.kernels.gated_delta_rows import last_inputs
 from ready_jax.layers import Coded, linear, normal, summed_linear
 
 #: Fused projection columns are padded to a multiple of this: odd widths hit slow matrix kernels.
@@ -62,18 +64,21 @@ class GatedDeltaNet(nnx.Module):
         return summed_linear(gated_BTO, w_out_OD), pending
 
     def sequence(self, x_BTD, s_BMXY, tail_BWC, *, live_BT, segment_BT=None, states_at_BA=None, **options):
-        """Any number of tokens in chunks: output, last state, conv history, states after ``states_at_BA`` tokens."""
+        """Any number of tokens in chunks: output, last state, the conv inputs before the first dead token (as many as
+        in ``tail``), states after ``states_at_BA`` tokens."""
         c = self.config
-        # The parts of the fused projection are taken out here, so that it is not held until z is needed.
-        u_BTC, z, g, beta = jax.lax.optimization_barrier(
-            inputs.split(self.project(x_BTD), self.a_log_M[...], self.dt_bias_M[...], c.conv_channels, c.value_width)
-        )
-        history_BWC = jnp.concatenate([tail_BWC, u_BTC.astype(tail_BWC.dtype)], axis=1)
+        p_BTI, conv_WC = self.project(x_BTD), self.conv_WC[...]
+        keys = c.linear_num_key_heads * c.linear_key_head_dim
+        mixed = causal_conv(p_BTI, tail_BWC, conv_WC, keys=keys, segment_BT=segment_BT)
+        u_BTC, z, g, beta = inputs.split(p_BTI, self.a_log_M[...], self.dt_bias_M[...], c.conv_channels, c.value_width)
+        tail_BWC = last_inputs(tail_BWC, u_BTC, jnp.sum(live_BT, axis=1))
+        # They are taken out of the fused projection here, so that it is not held until z is needed.
+        tail_BWC, z, g, beta = jax.lax.optimization_barrier((tail_BWC, z, g, beta))
         key_heads = (c.linear_num_key_heads, c.linear_key_head_dim)
-        value_heads = (c.linear_num_value_heads, c.linear_value_head_dim)
-        q, k, v = inputs.convolve(history_BWC, self.conv_WC[...], x_BTD.shape[1], key_heads, value_heads, segment_BT)
+        heads = key_heads, key_heads, (c.linear_num_value_heads, c.linear_value_head_dim)
+        q, k, v = (x.reshape(x.shape[:2] + of) for x, of in zip(mixed, heads, strict=True))
         out, s_BMXY, states = gated_delta.prefill(
             s_BMXY, q, k, v, g, beta, live_BT=live_BT, segment_BT=segment_BT, states_at_BA=states_at_BA, **options
         )
         gated_BTO = inputs.gated_norm(out, z, self.norm_Y[...], c.rms_norm_eps)
-        return summed_linear(gated_BTO, self.w_out_OD[...]), s_BMXY, history_BWC, states
+        return summed_linear(gated_BTO, self.w_out_OD[...]), s_BMXY, tail_BWC, states

@@ -19,7 +19,6 @@ from ready_jax import collectives
 from ready_jax.attention import GatedAttention
 from ready_jax.config import LINEAR, TargetConfig
 from ready_jax.deltanet import GatedDeltaNet
-from ready_jax.kernels.gated_delta_rows import last_inputs
 from ready_jax.layers import SwiGLU, normal, precision_for, product, rms_norm_1p, rope_angles
 from ready_jax.pytree import register
 from ready_jax.state import SPARE_ROWS, DecodeState, PendingWrites
@@ -164,10 +163,9 @@ class Target(nnx.Module):
         def mix(i, mixer, x_BTD):
             if isinstance(mixer, GatedDeltaNet):
                 at = states_at_BA if i in state_layers else None
-                y_BTD, recurrent[i], history, found = mixer.sequence(
+                y_BTD, recurrent[i], conv[i], found = mixer.sequence(
                     x_BTD, recurrent[i], conv[i], live_BT=live_BT, states_at_BA=at
                 )
-                conv[i] = last_inputs(history, num_B, conv[i].shape[1])
                 if found is not None:
                     states[i] = found
             else:

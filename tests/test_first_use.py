@@ -11,6 +11,7 @@ import threads
 from ready_jax.kernels import (
     attention,
     attention_inputs,
+    causal_conv,
     coded_product,
     dispatch,
     first_use,
@@ -26,6 +27,7 @@ KERNELS = {
     "attend_rows": attention.ROWS,
     "attend_ranges": attention.RANGES,
     "attention_inputs": attention_inputs.IMPLEMENTATIONS,
+    "causal_conv": causal_conv.IMPLEMENTATIONS,
     "markov_step": markov_step.IMPLEMENTATIONS,
     "scaled_product": scaled_product.IMPLEMENTATIONS,
     "coded_product": coded_product.IMPLEMENTATIONS,

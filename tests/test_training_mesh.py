@@ -16,7 +16,7 @@ from ready_jax.configs.drafter_training import MeshConfig
 from ready_jax.drafter import Drafter
 from ready_jax.kernels import dispatch
 from ready_jax.train import loop
-from ready_jax.train.mesh import make_mesh, placed, placement, traced_for
+from ready_jax.train.mesh import gather_options, make_mesh, placed, placement, traced_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -114,8 +114,9 @@ def one_step(data: int, shard: int):
     before = jax.device_get(state.masters)
     target, state, frozen = (placed(x, mesh) for x in (small.target(), state, frozen))
     step = steps.make_step(
-        drafter.config, optimizer, recipe.loss, num_anchors=4, accumulate=2, placement=placement(state, mesh)
-    )
+        drafter.config, optimizer, recipe.loss, num_anchors=4, accumulate=2, placement=placement(state, mesh),
+        compiler_options=gather_options(target, mesh),
+    )  # fmt: skip
     batch = loop.Stream(small.packed(), small.ROWS, 0, mesh=mesh).batch(0)
     with traced_for(mesh):
         state, found = step(state, frozen, target, *batch)
@@ -203,3 +204,12 @@ def test_two_processes_give_the_losses_of_one(place, counts):
     found = loop.checkpoint.load_drafter(out / "dspark", dtype="float32")
     near(found, place.one.drafter)
     assert len([line for line in small.metrics(out) if "heldout" in line]) == 2
+
+
+def test_one_gather_takes_the_matrices_of_the_largest_layer():
+    target = small.target()
+    found = gather_options(target, make_mesh(MeshConfig(1, 2)))
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(layer) if x.ndim > 1) for layer in target.layers]
+    assert len(set(sizes)) > 1
+    assert found == {"xla_gpu_all_gather_combine_threshold_bytes": max(sizes)}
+    assert gather_options(target, make_mesh(MeshConfig(2, 1))) == gather_options(target, None) == {}

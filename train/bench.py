@@ -40,7 +40,7 @@ from ready_jax.train import loss as losses
 from ready_jax.train import step as steps
 from ready_jax.train.anchors import block_labels, sample_anchors, step_key
 from ready_jax.train.features import Features, block_hidden, features, filled
-from ready_jax.train.mesh import make_mesh, placed, specs, traced_for
+from ready_jax.train.mesh import gather_options, make_mesh, placed, specs, traced_for
 
 #: Tokens per round of the drafter that answers are regenerated with: the public DSpark, as published by ReaDy's
 #: authors (arXiv 2610.20503).
@@ -157,6 +157,7 @@ class Bench(Recorded):
         step = steps.make_step(
             self.config, steps.make_optimizer(recipe.optimizer), recipe.loss, num_anchors=recipe.rows.anchors,
             accumulate=recipe.optimizer.accumulate, group=recipe.rows.group, placement=placement,
+            compiler_options=gather_options(self.target, self.mesh),
         )  # fmt: skip
         batch = self.batch(recipe.rows.batch)
         return Stage(recipe, self.compiled(step, state, frozen, self.target, *batch), state, frozen, batch)

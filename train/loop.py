@@ -31,7 +31,7 @@ from ready_jax.train import step as steps
 from ready_jax.train.batches import Stream, rows_for, with_length
 from ready_jax.train.diagnose import bad_rows
 from ready_jax.train.features import cast
-from ready_jax.train.mesh import gathered, join_processes, make_mesh, placed, placement, traced_for
+from ready_jax.train.mesh import gather_options, gathered, join_processes, make_mesh, placed, placement, traced_for
 from ready_jax.train.run_state import RunState, check_same, flat_config, same_folder
 from ready_jax.train.show import METRICS, Show
 
@@ -85,6 +85,7 @@ class Run:
         step = steps.make_step(
             self.config, optimizer, recipe.loss, num_anchors=recipe.rows.anchors,
             accumulate=recipe.optimizer.accumulate, group=recipe.rows.group, placement=placement(self.state, self.mesh),
+            compiler_options=gather_options(self.target, self.mesh),
         )  # fmt: skip
         under_way: deque[tuple[int, Any]] = deque()
         begun, first = time.perf_counter(), True

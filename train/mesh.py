@@ -70,6 +70,18 @@ def traced_for(mesh: Mesh | None):
             yield
 
 
+def gather_options(target, mesh: Mesh | None) -> dict[str, int]:
+    """XLA options for a program that takes the target through ``on_own_rows``: what a layer needs comes as one gather.
+
+    By default XLA merges 30 MB at most, has one gather under way at a time, and hides each behind one product or none;
+    with more than a layer's bytes it would merge neighbours, and hide none.
+    """
+    if mesh is None or mesh.shape[AXES[1]] == 1:
+        return {}
+    layers = ([x.nbytes for x in jax.tree.leaves(layer) if x.ndim > 1] for layer in target.layers)
+    return {"xla_gpu_all_gather_combine_threshold_bytes": max(map(sum, layers))}
+
+
 def on_own_rows(function: Callable, mesh: Mesh | None, masters, frozen, target, *rows):
     """``function(masters, frozen, target, layer_at, *rows)`` by every device for its own rows, the results added up.
 

@@ -222,6 +222,7 @@ def make_step(
     accumulate: int = 1,
     group: int = 0,
     placement=None,
+    compiler_options=None,
 ):
     """``step(state, frozen, target, *batch) -> (state, metrics)``, jitted; state is donated.
 
@@ -230,7 +231,8 @@ def make_step(
     ``accumulate`` micro-batches pass one after another, target included; their (sum, count) pairs add up before
     anything is divided, so that the step is that of the whole batch. ``placement``: the state's shardings, which it
     keeps (left to the compiler, the second step would be another program); each device then takes its own rows
-    through all micro-batches before the devices' sums and gradients add up.
+    through all micro-batches before the devices' sums and gradients add up. ``compiler_options``: see
+    ``mesh.gather_options``.
     """
     mesh = None if placement is None else jax.tree.leaves(placement)[0].mesh
 
@@ -271,7 +273,7 @@ def make_step(
         counted = {"grad_norm": norm, "supervised": supervised, "streak": state.streak}
         return state, losses.metrics(sums) | counted
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(placement, None))
+    return jax.jit(step, donate_argnums=0, out_shardings=(placement, None), compiler_options=compiler_options)
 
 
 def export_drafter(state: TrainState, frozen: Frozen):

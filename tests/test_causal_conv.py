@@ -1,6 +1,7 @@
 """The convolution of many tokens: against float64, the kernel interpreted, its gradient, and the inputs it leaves."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ def plain(*arrays, impl):
 conv = quick(plain, static_argnames=("impl",))
 
 
-def inputs(tokens: int, dtype="float32", seed=0):
+def inputs(tokens: int, dtype="float32", seed=0) -> tuple[Any, ...]:
     rng = np.random.default_rng(seed)
     shapes = (2, tokens, COLUMNS), (2, WINDOW - 1, CHANNELS), (WINDOW, CHANNELS)
     return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
@@ -51,7 +52,7 @@ def test_float64(impl, packed, dtype, error):
     arrays = inputs(35, dtype)
     segment = np.stack(SEGMENT) if packed else None
     found = conv(*arrays, segment, impl=impl)
-    for part, wanted in zip(found, float64(*arrays, segment), strict=True):
+    for part, wanted in zip(found, float64(*arrays, segment=segment), strict=True):
         assert part.dtype == dtype
         np.testing.assert_allclose(np.asarray(part, np.float64), wanted, atol=error, rtol=error)
 

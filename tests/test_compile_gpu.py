@@ -107,13 +107,13 @@ def compiled_attention(device: str, rows: int) -> dict:
     """What becomes of decode attention at 16384 slots, and of its Gluon kernel: ptxas' words and the machine code."""
     import jax
     import jax.numpy as jnp
-    import triton.backends.nvidia  # pyright: ignore[reportMissingImports]
+    import triton.backends.nvidia
     from jax.experimental import topologies
 
     from ready_jax.kernels import attention, dispatch, gluon
 
     gluon.call()
-    from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
+    from jax_triton import triton_lib
 
     kernels, compile_triton = [], triton_lib.compile_ttir_to_ptx_inplace
     triton_lib.compile_ttir_to_ptx_inplace = lambda *a: kernels.append(compile_triton(*a)) or kernels[-1]
@@ -133,9 +133,7 @@ def compiled_attention(device: str, rows: int) -> dict:
     ):
         traced = jax.jit(attention.attend_rows).trace(*operands)
         text = traced.lower(lowering_platforms=("cuda",)).compile().as_text() or ""
-    found: dict[str, Any] = dict(
-        calls=re.findall(r'custom_call_target="(\w+)"', text), copies=len(re.findall(r" copy\(", text))
-    )
+    found = dict(calls=re.findall(r'custom_call_target="(\w+)"', text), copies=len(re.findall(r" copy\(", text)))
     if kernels:
         tools = Path(triton.backends.nvidia.__file__).parent / "bin"
         with tempfile.TemporaryDirectory() as folder:

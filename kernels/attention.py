@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ready_jax.kernels import decode_attention as split
-from ready_jax.kernels import decode_attention_gluon as ring
 from ready_jax.kernels import first_use
 from ready_jax.kernels import prefill_attention as flash
 from ready_jax.kernels.dispatch import Implementation, always, choose
@@ -67,7 +66,6 @@ def _rows(query_BTQH, key_BSGH, value_BSGH, begin_BT, end_BT, *, block=None, gat
 
 
 ROWS = (
-    Implementation("ring", ring.decode_attention, ring.why_not, partial(first_use.attend_rows_ring, _rows)),
     Implementation("split", split.decode_attention, split.why_not, partial(first_use.attend_rows, _rows)),
     Implementation("rows", _rows, always),
     Implementation("interpret", partial(split.decode_attention, interpret=True), split.misfit),
@@ -93,7 +91,6 @@ def attend_rows(
     arrays = (query_BTQH, key_BSGH, value_BSGH, *(block or ()))
     facts = dict(
         rows=query_BTQH.shape[1],
-        group=query_BTQH.shape[2] // key_BSGH.shape[2],
         block=block[0].shape[1] if block else 0,
         head=query_BTQH.shape[3],
         types=frozenset(str(x.dtype) for x in arrays),

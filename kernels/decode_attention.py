@@ -31,7 +31,7 @@ from ready_jax.kernels.pallas_triton import WHOLE, fma, gpu_only, kernel_call, l
 
 #: Query rows, and rows of a block, that one call takes.
 MAX_ROWS = 8
-#: Splits that the second kernel adds at once, unless told otherwise, and columns of one of its programs.
+#: Splits that the second kernel adds at once, and columns of one of its programs.
 FAN_IN, COLUMNS = 32, 128
 
 
@@ -172,7 +172,7 @@ def _split_body(*refs, rows, block, group, splits, chunk, tile, width, scale, pe
         run(chunks)
 
 
-def _sum_body(*refs, block, group, splits, width, fan_in, gated, interpret):
+def _sum_body(*refs, block, group, splits, width, gated, interpret):
     """Program (query head and columns, row, sequence): the splits that the row sees, in the order of their slots."""
     begin_ref, end_ref, top_ref, sum_ref, part_ref, *gate_ref, out_ref = refs
     parts = out_ref.shape[2] // width
@@ -188,7 +188,7 @@ def _sum_body(*refs, block, group, splits, width, fan_in, gated, interpret):
 
     def join(i, carry):
         top, total, out = carry
-        place = i * fan_in + offset + jnp.arange(fan_in)
+        place = i * FAN_IN + offset + jnp.arange(FAN_IN)
         seen = (place >= first) & (place < last)
         tops = load(top_ref.at[b, g, place, row], mask=seen, other=-jnp.inf)
         sums = load(sum_ref.at[b, g, place, row], mask=seen, other=0.0)
@@ -202,37 +202,13 @@ def _sum_body(*refs, block, group, splits, width, fan_in, gated, interpret):
     top, total, out = jnp.float32(-jnp.inf), jnp.float32(0), jnp.zeros((width,), jnp.float32)
     if block:
         top, total, out = top_ref[b, g, 0, row], sum_ref[b, g, 0, row], load(part_ref.at[b, g, 0, row, columns])
-    lower, upper = (first - offset) // fan_in, pl.cdiv(last - offset, fan_in)
+    lower, upper = (first - offset) // FAN_IN, pl.cdiv(last - offset, FAN_IN)
     _, total, out = jax.lax.fori_loop(lower, upper, join, (top, total, out))
     out = out / total
     out = jnp.where(out == 0, 0.0, out).astype(out_ref.dtype)  # one sign of zero, however many empty chunks were added
     if gate is not None:
         out = out * (1 / (1 + jnp.exp(-gate))).astype(out.dtype)
     store(out_ref.at[at], out)
-
-
-def add_splits(
-    query, begin_BT, end_BT, parts, gate_BTQH, *, heads, block=0, splits, fan_in=FAN_IN, num_warps=4, interpret=False
-):
-    """The second kernel: ``parts`` are (top, sum, out) of every split; the result has the shape of ``query``."""
-    batch, rows, head = query.shape
-    columns = min(head, COLUMNS)
-    gate = () if gate_BTQH is None else (gate_BTQH.reshape(query.shape),)
-    body = functools.partial(
-        _sum_body, block=block, group=heads // parts[0].shape[1], splits=splits, width=columns, fan_in=fan_in,
-        gated=bool(gate), interpret=interpret,
-    )  # fmt: skip
-    (out,) = kernel_call(
-        body,
-        name="decode_attention_sum",
-        grid=(heads * (head // columns), rows // heads, batch),
-        out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
-        in_specs=[WHOLE] * (5 + len(gate)),
-        out_specs=[WHOLE],
-        num_warps=num_warps,
-        interpret=interpret,
-    )(begin_BT, end_BT, *parts, *gate)
-    return out
 
 
 def decode_attention(
@@ -282,7 +258,24 @@ def decode_attention(
         num_stages=num_stages,
         interpret=interpret,
     )(*operands)
-    out = add_splits(
-        query, begin_BT, end_BT, parts, gate_BTQH, heads=heads, block=block_rows, splits=splits, interpret=interpret
-    )
+    columns = min(head, COLUMNS)
+    gate = () if gate_BTQH is None else (gate_BTQH.reshape(query.shape),)
+    (out,) = kernel_call(
+        functools.partial(
+            _sum_body,
+            block=block_rows,
+            group=group,
+            splits=splits,
+            width=columns,
+            gated=bool(gate),
+            interpret=interpret,
+        ),
+        name="decode_attention_sum",
+        grid=(heads * (head // columns), rows, batch),
+        out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
+        in_specs=[WHOLE] * (5 + len(gate)),
+        out_specs=[WHOLE],
+        num_warps=4,
+        interpret=interpret,
+    )(begin_BT, end_BT, *parts, *gate)
     return out.reshape(query_BTQH.shape)

@@ -86,18 +86,6 @@ def attend_rows(reference, call) -> None:
     _compare(run, call, reference, (q, k, v), 2e-2)
 
 
-def attend_rows_ring(reference, call) -> None:
-    """Eight rows that end anywhere in short and long splits, of which one begins late; behind all ends is NaN."""
-    q, gate, k, v = _normal((1, 8, 2, 256), (1, 8, 2, 256), *[(1, 2700, 1, 256)] * 2)
-    end = jnp.array([[70, 2048, 2049, 2560, 2611, 2612, 2617, 2618]])
-    begin = jnp.zeros_like(end).at[:, 5].set(30)
-
-    def run(call, q, *memory):
-        return call(q, *(x.at[:, 2618:].set(jnp.nan) for x in memory), begin, end, gate_BTQH=gate)
-
-    _compare(run, call, reference, (q, k, v), 2e-2)
-
-
 def attend_ranges(reference, call) -> None:
     """150 causal rows after 40 committed slots, of which every row forgets the first 9 in one sequence."""
     q, k, v = _normal((2, 150, 6, 64), (2, 200, 2, 64), (2, 200, 2, 64))

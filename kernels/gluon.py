@@ -30,20 +30,16 @@ class _Layouts:
         return module
 
     def make_ttgir(self, module, metadata, options, capability):
-        module = self.backend.gluon_to_ttgir(module, metadata, options, capability)
-        for described in metadata["tensordesc_meta"]:
-            described.setdefault("is_im2col", False)
-        return module
+        return self.backend.gluon_to_ttgir(module, metadata, options, capability)
 
 
 @cache
 def call() -> Callable:
-    """``jax_triton.triton_call``, imported when first needed, with four gaps closed.
+    """``jax_triton.triton_call``, imported when first needed, with three gaps closed.
 
-    jax-triton 0.4.1 looks up a constant of triton 3.7 that nothing here uses, and in the description of a tensor for
-    TMA a key that triton 3.6 does not write. It compiles Gluon modules as if they were Triton's: passes that choose
-    layouts then replace those that the source states (correct, and 7 times slower). And it launches clusters only for
-    modules whose arrays are spread over one.
+    jax-triton 0.4.1 looks up a constant of triton 3.7 that nothing here uses. It compiles Gluon modules as if they were
+    Triton's: passes that choose layouts then replace those that the source states (correct, and 7 times slower). And
+    it launches clusters only for modules whose arrays are spread over one.
     """
     import triton.backends.nvidia.driver as driver
 
@@ -66,11 +62,3 @@ def call() -> Callable:
 
     triton_lib.triton_kernel_call_lib.TritonKernel = in_clusters
     return jax_triton.triton_call
-
-
-def tensor(array, block: tuple[int, ...], layout):
-    """The operand that lets TMA read blocks of ``array`` into shared memory."""
-    call()
-    from jax_triton import TensorDescriptor
-
-    return TensorDescriptor.from_array(array, block, layout)

@@ -103,50 +103,6 @@ def compiled_round(device: str, preset_name: str, folder: str, devices: int, bit
     )
 
 
-def compiled_attention(device: str, rows: int) -> dict:
-    """What becomes of decode attention at 16384 slots, and of its Gluon kernel: ptxas' words and the machine code."""
-    import jax
-    import jax.numpy as jnp
-    import triton.backends.nvidia
-    from jax.experimental import topologies
-
-    from ready_jax.kernels import attention, dispatch, gluon
-
-    gluon.call()
-    from jax_triton import triton_lib
-
-    kernels, compile_triton = [], triton_lib.compile_ttir_to_ptx_inplace
-    triton_lib.compile_ttir_to_ptx_inplace = lambda *a: kernels.append(compile_triton(*a)) or kernels[-1]
-    description = (HERE / "xla_targets" / f"{device}.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
-    there = topology.devices[0]
-    sizes = [(rows, 24, 256), (16392, 4, 256), (16392, 4, 256), (rows,), (rows,)]
-    placed = jax.sharding.SingleDeviceSharding(there)
-    operands = [
-        jax.ShapeDtypeStruct((1, *size), jnp.int32 if len(size) == 1 else jnp.bfloat16, sharding=placed)
-        for size in sizes
-    ]
-    kind = jax.sharding.AbstractDevice(device_kind=there.device_kind, num_cores=None, platform="gpu")
-    with (
-        dispatch.platform("gpu"),
-        jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind)),
-    ):
-        traced = jax.jit(attention.attend_rows).trace(*operands)
-        text = traced.lower(lowering_platforms=("cuda",)).compile().as_text() or ""
-    found = dict(calls=re.findall(r'custom_call_target="(\w+)"', text), copies=len(re.findall(r" copy\(", text)))
-    if kernels:
-        tools = Path(triton.backends.nvidia.__file__).parent / "bin"
-        with tempfile.TemporaryDirectory() as folder:
-            ptx, cubin = Path(folder) / "k.ptx", Path(folder) / "k.cubin"
-            ptx.write_text(kernels[0].binary)
-            command = [tools / "ptxas", "-v", "--gpu-name", "sm_90a", ptx, "-o", cubin]
-            found["ptxas"] = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-            code = subprocess.run([tools / "cuobjdump", "-sass", cubin], check=True, capture_output=True, text=True)
-        found["code"] = re.findall(r"\*/\s+(?:@\S+ )?([A-Z][\w.]+)", code.stdout)
-        found["shared"] = kernels[0].shared_mem_bytes
-    return found
-
-
 def round_thunks(text: str) -> list[str]:
     """Kinds of the thunks that the body of the outermost loop consists of; what a graph holds is not listed."""
     _, _, loop = text.partition("kWhile")
@@ -170,19 +126,6 @@ condition:
     assert round_thunks(text) == ["kCommandBuffer", "kCustomKernel"]
 
 
-def elsewhere(*arguments) -> dict:
-    """This file run with these arguments: the record that it prints."""
-    environment = os.environ | dict(
-        JAX_PLATFORMS="cpu",
-        JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
-        PYTHONPATH=f"{HERE.parent}:{os.getenv('PYTHONPATH', '')}",
-    )
-    command = [sys.executable, __file__, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("jax_cuda13_plugin") is None, reason="needs the compiler of jax[cuda13]; no GPU")
 @pytest.mark.parametrize("preset", ["lookalike", "qwen3_8_27b"])
@@ -191,7 +134,15 @@ def elsewhere(*arguments) -> dict:
 )
 def test_the_whole_round_is_one_graph_and_copies_no_weights(device: str, devices: int, bits: int, preset: str, capsys):
     """In a process of its own: the plugin must not look for a driver, and 64 layers leave a lot behind."""
-    found = elsewhere(device, preset, devices, bits)
+    environment = os.environ | dict(
+        JAX_PLATFORMS="cpu",
+        JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
+        PYTHONPATH=f"{HERE.parent}:{os.getenv('PYTHONPATH', '')}",
+    )
+    command = [sys.executable, __file__, device, preset, str(devices), str(bits)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
     with capsys.disabled():
         sys.stdout.write(f"\n{json.dumps(found)}\n")
     assert found["temporary_bytes"] < 1e9, "a temporary of this size is a copy of weights or of all states"
@@ -200,33 +151,7 @@ def test_the_whole_round_is_one_graph_and_copies_no_weights(device: str, devices
     assert found["collectives"] < (150 if devices > 1 else 1)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not all(map(find_spec, ("jax_cuda13_plugin", "triton", "jax_triton"))), reason="needs jax[cuda13] and jax-triton"
-)
-@pytest.mark.parametrize("rows", [1, 8])
-def test_decode_attention_reads_ahead_on_hopper(rows: int):
-    """TMA and wgmma, nothing spilled, nothing waited for where ptxas could not overlap; other GPUs take the other."""
-    found = elsewhere("h200", "attention", rows)
-    assert found["calls"].count("triton_kernel_call_ffi") == 1
-    assert found["copies"] == 0
-    assert "0 bytes spill stores, 0 bytes spill loads" in found["ptxas"]
-    assert "serialized" not in found["ptxas"]
-    assert found["shared"] <= 227 * 1024
-    code = found["code"]
-    assert not {"LDL", "STL"} & {instruction.partition(".")[0] for instruction in code}
-    after = code.index("HGMMA.64x64x16.F32.BF16")
-    assert code[:after].count("UTMALDG.2D") == 6, "the whole ring is asked for before the first product"
-    assert code[after:].count("UTMALDG.2D") == 2
-    assert code.count("HGMMA.64x64x16.F32.BF16") == 32
-    assert code.count("HGMMA.64x256x16.F32.BF16") == 8
-    assert "triton_kernel_call_ffi" not in elsewhere("b200", "attention", rows)["calls"]
-
-
 if __name__ == "__main__":
     _, asked_device, asked_preset, *numbers = sys.argv
-    if asked_preset == "attention":
-        sys.stdout.write(json.dumps(compiled_attention(asked_device, *map(int, numbers))) + "\n")
-        sys.exit()
     with tempfile.TemporaryDirectory() as dump:
         sys.stdout.write(json.dumps(compiled_round(asked_device, asked_preset, dump, *map(int, numbers))) + "\n")

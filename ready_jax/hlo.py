@@ -80,6 +80,9 @@ def _launches(parts, name: str) -> Counter[str]:
             target = re.search(r'custom_call_target="([^"]*)"', rest)
             if target and target[1] not in FREE_TARGETS:
                 total[f"custom-call {target[1]}"] += 1
+        elif opcode == "fusion":  # XLA's own kernel of a collective is a fusion around it
+            kinds = {kind.removesuffix("-start") for called in inner for kind, _ in parts[called]} & COLLECTIVES
+            total[min(kinds, default="fusion")] += 1
         elif opcode not in FREE and not opcode.endswith("-done"):
             total[opcode.removesuffix("-start")] += 1
     return total

@@ -67,7 +67,8 @@ def communication(devices: list[list[Event]], turns: int) -> dict[str, float] | 
 
 
 def is_collective(name: str) -> bool:
-    return "nccl" in name.lower()
+    """NCCL's kernels, and the fusions of XLA that talk to other devices, which are named after what they do."""
+    return re.match(r"nccl|psum|all[_-]|reduce[_-]scatter|ppermute|collective", name.lower()) is not None
 
 
 def covered(events: Iterable[Event]) -> float:

@@ -43,8 +43,8 @@ from ready_jax.tensor_parallel import Sharded, on_shards, place
 #: The published acceptance length of ReaDy on this target (arXiv 2610.20503).
 PUBLISHED_ACCEPTANCE = 4.5285
 STEPS = (
-    "ceiling", "prefill", "autoregressive", "verify", "dspark", "ready", "fp8", "readers", "ablations", "exact",
-    "kernels",
+    "ceiling", "prefill", "autoregressive", "verify", "dspark", "ready", "fp8", "readers", "exact", "kernels",
+    "ablations",
 )  # fmt: skip
 KEYS = (
     "read_ceiling_tb_s", "autoregressive_ms", "verify_ms", "dspark_round_ms", "ready_round_ms",

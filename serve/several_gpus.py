@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ready_jax import provenance
+from ready_jax.kernel_times import is_collective
 from ready_jax.pair import NANO
 from ready_jax.serve import metrics
 from ready_jax.serve.records import lines_file, write_json
@@ -47,7 +48,8 @@ class Sizes:
     nano: tuple[str, ...] = ("optimizer.steps=60", "log.every=10")
     training: tuple[str, ...] = ("--steps", "3", "--accumulate", "4")
     decode: tuple[str, ...] = ("--rounds", "65", "--windows", "3")
-    evaluation: tuple[str, ...] = ("--max-samples", "96", "--batch-size", "48", "--prompt-tokens", "512")
+    evaluation: tuple[str, ...] = ("--max-samples", "96", "--batch-size", "48", "--prompt-tokens", "512",
+                                   "--draft", f"ready={NANO / 'ready'}")  # fmt: skip
     limits: Mapping[str, int] = field(
         default_factory=lambda: dict(links=60, nano_training=180, training_27b=560, decode_27b=560, evaluation=200)
     )
@@ -214,6 +216,13 @@ def shares(microseconds: dict[str, float] | None, whole_us: float) -> dict[str, 
     return microseconds | dict(share=collectives / whole_us, exposed_share=exposed / whole_us)
 
 
+def collectives(kernels: Sequence[dict[str, Any]], round_ms: float) -> dict[str, float]:
+    """Kernels that talk to other devices, a round: nothing runs beside them."""
+    found = [kernel for kernel in kernels if is_collective(kernel["kernel"])]
+    launches, us = (sum(kernel[key] for kernel in found) for key in ("launches", "us"))
+    return dict(launches=launches, collectives=us, share=us / (1e3 * round_ms))
+
+
 def decode_found(outputs: dict[str, Any]) -> dict[str, Any]:
     """Times of a round and of an autoregressive token, collectives, exactness, and ratios to one GPU."""
     found: dict[str, Any] = {}
@@ -228,7 +237,7 @@ def decode_found(outputs: dict[str, Any]) -> dict[str, Any]:
             rounds_compared=record.get("rounds_compared"),
             peak_gib=record.get("peak_gib"),
             compile_seconds=record.get("compile_seconds"),
-            communication=shares(detail.get("communication_us"), 1e3 * round_ms) if round_ms else None,
+            communication=collectives(detail["kernels"], round_ms) if round_ms and "kernels" in detail else None,
         )
     one = found.get("one", {})
     for name in ("all", "all_one_graph"):
@@ -445,8 +454,8 @@ class Several:
             output = self.known.get(key, run.output)
             left = min(begun + self.limits[name], self.begun + self.options.total) - at
             error = None
+            record["commands"][key] = self.command(run)
             if key not in self.known:
-                record["commands"][key] = self.command(run)
                 error = self.launch(run, left) if left > 0 else "not started: the time is up"
             if (found := read(output)) is not None:
                 outputs[run.name] = found
@@ -505,7 +514,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--devices", type=int, default=2)
     add("--preset", choices=sorted(SIZES), default="qwen3_8_27b", help="lookalike: tiny, two simulated CPU devices do")
     add("--tokens", default="", metavar="FILE", help="corpus of answers for nano_training")
-    add("--known", type=_pair, action="append", default=[], metavar="PART/RUN=FILE", help="an output to use: not run")
+    add(
+        "--known",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="PART/RUN=FILE",
+        help="what its command left: not run",
+    )
     add("--work", type=Path, default=Path("out/several_gpus"), metavar="DIR", help="outputs and logs of the runs")
     add("--limit", type=_seconds, action="append", default=[], metavar="PART=SECONDS")
     add("--total", type=float, default=1e9, metavar="SECONDS", help="of all parts together")

@@ -225,6 +225,20 @@ def test_launches_are_counted():
     assert not hlo.loop_launches("")
 
 
+def test_a_fusion_around_a_collective_counts_as_one():
+    text = """%sum (p.1: f32[8]) -> f32[8] {
+  %p.1 = f32[8]{0} parameter(0)
+  ROOT %all-reduce.1 = f32[8]{0} all-reduce(%p.1), replica_groups={{0,1}}, to_apply=%add
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %psum_fusion = f32[8]{0} fusion(%a), kind=kCustom, calls=%sum
+}
+"""
+    assert hlo.launches(text) == {"all-reduce": 1}
+
+
 def test_a_compiled_program_is_read():
     def f(x):
         return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: jnp.sin(x @ x) + 1, x)

@@ -34,7 +34,8 @@ def training(rate: float, collectives: float = 0.0) -> dict:
 
 
 def decoding(ms: float, same: int = 65) -> dict:
-    detail = dict(ready=dict(communication_us=dict(collectives=1000.0, exposed=1000.0, span=9000.0)))
+    kernels = [("gemm_fusion", 257.0, 5000.0), ("psum_fusion", 138.0, 900.0), ("ncclDevKernel_AllGather", 9.0, 100.0)]
+    detail = dict(ready=dict(kernels=[dict(kernel=name, launches=n, us=us) for name, n, us in kernels]))
     found = dict(autoregressive_ms=ms - 2, ready_round_ms=ms, bit_identical_rounds=same, rounds_compared=65)
     return (
         DEVICE
@@ -202,7 +203,7 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path, monkeypatch):
 def test_communication_is_what_collectives_take_and_what_nothing_hides():
     devices = [
         [("gemm", 0.0, 1000.0), ("ncclDevKernel_AllGather", 500.0, 1500.0), ("gemm", 2000.0, 3000.0)],
-        [("gemm", 0.0, 1000.0), ("ncclDevKernel_AllGather", 1000.0, 1500.0), ("gemm", 2000.0, 3000.0)],
+        [("gemm", 0.0, 1000.0), ("psum_fusion_12", 1000.0, 1500.0), ("gemm", 2000.0, 3000.0)],
     ]
     found = kernel_times.communication(devices, 1)
     assert found == dict(collectives=0.75, exposed=0.5, span=3.0)

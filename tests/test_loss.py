@@ -1,6 +1,7 @@
 """Loss and step: hand-made numbers, slicing, packing, empty batches, fp32 masters, and training = decoding."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from compiling import quick
+from compiling import quick, quickly
 from flax import nnx
 
 from ready_jax.config import FULL, LINEAR, DrafterConfig, ReaderConfig, RopeConfig, TargetConfig
@@ -136,10 +137,14 @@ def test_sums_against_numpy():
     assert float(found.blocks) == 2
 
 
+ANCHORS = 5  # of every row of whole batches, spare ones among them: one program
+
+
 def test_slices_change_nothing(target, drafter):
-    anchors = sample_anchors(step_key(0, 0), *batch()[1:], 5)
-    whole = loss_of(target, drafter, batch(), anchors, LossConfig(slice_blocks=99))[0]
-    for size in (1, 3):
+    """Of one block of both rows, and of two where five do not divide; by default all of them are one slice."""
+    anchors = sample_anchors(step_key(0, 0), *batch()[1:], ANCHORS)
+    whole = loss_of(target, drafter, batch(), anchors)[0]
+    for size in (1, 4):
         np.testing.assert_allclose(
             loss_of(target, drafter, batch(), anchors, LossConfig(slice_blocks=size))[0], whole, rtol=1e-5
         )
@@ -174,19 +179,17 @@ def test_no_array_holds_all_logits():
 
 
 def test_packed_segments_train_like_separate_rows(target, drafter):
+    """The same segments as rows of their own, the shorter ones padded."""
     token, mask, segment = batch()
-    anchors = Anchors(jnp.array([[8, 30], [6, 33]]), jnp.ones((2, 2), bool))
+    spare = [0] * (ANCHORS - 2)
+    keep = jnp.arange(ANCHORS)[None] < jnp.array([[2], [2]])
+    anchors = Anchors(jnp.array([[8, 30, *spare], [6, 33, *spare]]), keep)
     packed = loss_of(target, drafter, (token, mask, segment), anchors)[1]
-    first = loss_of(
-        target,
-        drafter,
-        (token[:, :24], mask[:, :24], segment[:, :24]),
-        Anchors(anchors.position_BA[:, :1], anchors.keep_BA[:, :1]),
-    )[1]
-    tail = (token[:, 24:], mask[:, 24:], segment[:, 24:] - 1)
-    second = loss_of(target, drafter, tail, Anchors(anchors.position_BA[:, 1:] - 24, anchors.keep_BA[:, 1:]))[1]
+    rows = [jnp.concatenate([x[:, :24], jnp.pad(x[:, 24:], [(0, 0), (0, 8)])]) for x in (token, mask, segment)]
+    alone = Anchors(jnp.array([[8], [6], [30 - 24], [33 - 24]]), jnp.ones((4, 1), bool))
+    separate = loss_of(target, drafter, tuple(rows), alone)[1]
     for name in ("ce", "l1", "confidence", "weight", "tau"):
-        np.testing.assert_allclose(getattr(packed, name), getattr(first, name) + getattr(second, name), rtol=2e-4)
+        np.testing.assert_allclose(getattr(packed, name), getattr(separate, name), rtol=2e-4)
 
 
 @functools.partial(quick, static_argnames="taps")
@@ -196,9 +199,17 @@ def prefilled(target, token, taps):
     return out.taps_BTED, state
 
 
-@pytest.mark.parametrize("markov", [4, 0])
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("reader", [None, READER])
+#: Every two values of Markov rank, window and reader occur together in one of these; all others are slow.
+PAIRWISE = [(4, None, None), (4, 6, READER), (0, None, READER), (0, 6, None)]
+
+
+@pytest.mark.parametrize(
+    ("markov", "window", "reader"),
+    [
+        pytest.param(*case, marks=() if case in PAIRWISE else pytest.mark.slow)
+        for case in itertools.product((4, 0), (None, 6), (None, READER))
+    ],
+)
 def test_training_predicts_what_decoding_proposes(target, markov, window, reader):
     """Field case B04: one anchor, all 7 slots, after a prefix committed by prefill."""
     config = replace(DRAFTER, markov_rank=markov, confidence_head=bool(markov), sliding_window=window, reader=reader)
@@ -242,7 +253,7 @@ def test_a_reader_with_zero_output_changes_nothing(target):
     graph, own = nnx.split(plain)
     shared = dict(nnx.to_flat_state(nnx.state(with_reader)))
     plain = nnx.merge(graph, nnx.from_flat_state([(path, shared[path]) for path, _ in nnx.to_flat_state(own)]))
-    anchors = sample_anchors(step_key(0, 0), *batch()[1:], 4)
+    anchors = sample_anchors(step_key(0, 0), *batch()[1:], ANCHORS)
     one, two = (loss_of(target, drafter, batch(), anchors)[0] for drafter in (plain, with_reader))
     assert float(one) == float(two)
     assert type(with_reader.reader).__name__ == "StateReader", "the forward must leave the caller's module alone"
@@ -267,7 +278,8 @@ def train(target, drafter, number=1):
     state, frozen = steps.start(drafter, optimizer)
     history = []
     for n in range(number):
-        state, found = step(state, frozen, target, *train_batch(), jnp.array([0, n]))
+        with quickly():
+            state, found = step(state, frozen, target, *train_batch(), jnp.array([0, n]))
         history.append({name: float(x) for name, x in found.items()})
     return state, frozen, history
 
@@ -287,7 +299,8 @@ def test_a_batch_without_anchors_changes_nothing(target, drafter):
     state, frozen, _ = train(target, drafter, 2)
     _, step = stepper()
     before = jax.device_get((state.masters, state.optimizer))
-    state, found = step(state, frozen, target, token, jnp.zeros_like(mask), segment, jnp.array([0, 2]))
+    with quickly():
+        state, found = step(state, frozen, target, token, jnp.zeros_like(mask), segment, jnp.array([0, 2]))
     assert float(found["loss"]) == 0.0
     assert float(found["grad_norm"]) == 0.0
     assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get((state.masters, state.optimizer))))

@@ -323,7 +323,8 @@ def test_ragged_rows_equal_single_rows(model):
         for width in (WIDTH, 70) if len(row) == 70 else (WIDTH,):
             bound = 1e-5 if width == WIDTH else 3e-5
             tokens, num = right_padded([row], width)
-            _, alone, last = prefill(model, tokens, empty(model, 1), num)
+            call = prefill_jit if width == WIDTH else prefill_quick  # the former is compiled for other tests too
+            _, alone, last = prefill(model, tokens, empty(model, 1), num, call=call)
             close(logits[i, : len(row)], last[0, : len(row)], bound)
             close_memory(state, i, alone, 0, bound)
 
@@ -372,7 +373,8 @@ def with_states(model, rows, at):
     """A batch of four prompts of at most 70 tokens, with the states of two layers after some prefixes of each."""
     tokens, num = right_padded(rows, 70, fill=tiny.PAD)
     at = jnp.minimum(jnp.array([at]), num[:, None])
-    return prefill(model, tokens, empty(model, 4), num, taps=(-1, 1), states_at=at, state_layers=(0, 2))
+    asked = dict(taps=(-1, 1), states_at=at, state_layers=(0, 2))
+    return prefill(model, tokens, empty(model, 4), num, **asked, call=prefill_quick)
 
 
 @pytest.fixture(scope="module")

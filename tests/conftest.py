@@ -14,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a test that wants the hub is a bug, not a 
 
 import jax
 import pytest
-from compiling import LEVEL
+from compiling import LEVEL, quickly
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -45,6 +45,13 @@ def quick_programs() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "OPTIONS", programs.OPTIONS | LEVEL)
+        yield
+
+
+@pytest.fixture(scope="module")
+def all_quick() -> Iterator[None]:
+    """Everything compiled as in `compiling.py`, what is computed eagerly too."""
+    with quickly():
         yield
 
 

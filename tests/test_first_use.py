@@ -14,7 +14,6 @@ from ready_jax.kernels import (
     causal_conv,
     coded_product,
     dispatch,
-    first_use,
     gated_delta,
     markov_step,
     scaled_product,
@@ -43,9 +42,9 @@ EMULATED = {
 
 
 @pytest.mark.parametrize("op", KERNELS)
-def test_the_interpreted_kernel_passes_the_check_and_a_wrong_one_does_not(op: str, monkeypatch):
+@pytest.mark.usefixtures("all_quick")
+def test_the_interpreted_kernel_passes_the_check_and_a_wrong_one_does_not(op: str):
     """Inside a trace, as `choose` runs it."""
-    monkeypatch.setattr(first_use, "OPTIONS", first_use.OPTIONS | {"xla_backend_optimization_level": 0})
     checked = [i for i in KERNELS[op] if i.check is not None]
     assert checked, f"{op} has a fused kernel without a check"
     other = next((i.call for i in KERNELS[op] if i.name == "interpret"), EMULATED.get(op))

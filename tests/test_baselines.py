@@ -13,6 +13,7 @@ from ready_jax.decode import Limits, begin, decode
 from ready_jax.state import init_state
 from ready_jax.target import Target
 
+pytestmark = pytest.mark.usefixtures("all_quick")
 TINY = TargetConfig(
     vocab_size=11,
     hidden_size=16,

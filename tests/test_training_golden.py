@@ -16,6 +16,7 @@ from ready_jax.train import step as steps
 from ready_jax.train.anchors import Anchors, block_labels
 from ready_jax.train.features import Features, block_hidden, visible_context
 
+pytestmark = pytest.mark.usefixtures("all_quick")
 DRAFTERS = ("D1_vanilla", "D2_gated", "D3_rnn", "D4_vanilla_yarn")
 WEIGHTS = {
     "dspark": LossConfig(0.1, 0.9, 1.0),

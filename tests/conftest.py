@@ -3,6 +3,7 @@
 `JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs the GPU tests instead.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,13 @@ if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that wants the hub is a bug, not a download
 
 import jax
+import jax.experimental.pallas.fuser
 import pytest
 from compiling import LEVEL, quickly
 from jaxtyping import install_import_hook
 
+#: It adds a setting to JAX: imported as late as the first interpreted kernel does, it voids all that was traced before.
+assert jax.experimental.pallas.fuser
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook("ready_jax", "beartype.beartype")  # the linked folders too: modules are matched by name
 
@@ -36,6 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (platform := jax.default_backend()) != "gpu":
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU; jax runs on {platform}"))
+
+
+def pytest_collection_finish() -> None:
+    """Tracing makes many objects and little garbage: looked for rarely, and not among what was imported."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="module")

@@ -92,9 +92,23 @@ def disagreements(model, batch: int, cuts: list[list[int]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("widths", list(WIDTHS))
+def some(every, fast: list) -> list:
+    """All of these cases, of which only ``fast`` are not slow."""
+    return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in every]
+
+
+#: Every two values of widths, dtype and batch occur together in one of these; all others are slow.
+CUT = [
+    ("small", "float32", 5),
+    ("small", "bfloat16", 1),
+    ("unequal", "float32", 1),
+    ("unequal", "bfloat16", 5),
+    ("full", "float32", 5),
+    ("full", "bfloat16", 1),
+]
+
+
+@pytest.mark.parametrize(("widths", "dtype", "batch"), some(product(WIDTHS, ("float32", "bfloat16"), (1, 5)), CUT))
 def test_no_cut_of_the_tokens_changes_a_bit(widths, dtype, batch):
     model = poisoned(tiny.target(dtype=dtype, **WIDTHS[widths]))
     assert disagreements(model, batch, segmentations(batch, 6 if widths != "full" else 3)) == []
@@ -166,10 +180,7 @@ PAIRWISE = [
 EVERY = product(("vanilla", "gated", "rnn"), (False, True), ("float32", "bfloat16"), (1, 5))
 
 
-@pytest.mark.parametrize(
-    ("head", "reader", "dtype", "batch"),
-    [pytest.param(*case, marks=() if case in PAIRWISE else pytest.mark.slow) for case in EVERY],
-)
+@pytest.mark.parametrize(("head", "reader", "dtype", "batch"), some(EVERY, PAIRWISE))
 def test_speculation_equals_autoregressive_decoding_over_all_pairs_of_acceptance_counts(head, reader, dtype, batch):
     """Every (previous, next) pair of 0..7 accepted proposals; ragged prompts, rows that finish apart."""
     model = tiny.target(dtype=dtype, layer_types=THREE)

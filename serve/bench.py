@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from ready_jax import collectives, devices, hlo, provenance
 from ready_jax.baselines import Forced, Scripted
+from ready_jax.config import DrafterConfig
 from ready_jax.configs.qwen3_8_27b import PRESETS, Preset
 from ready_jax.decode import Autoregressive, Decoding, DrafterShape, Limits, decode
 from ready_jax.drafter import Drafter
@@ -155,10 +156,10 @@ class Bench(Recorded):
 
     def build(self) -> None:
         self.target = random_target(self.preset.target, mesh=self.mesh)
-        self.drafter = random_drafter(self.config, mesh=self.mesh)
         if self.options.lossless:
             self.target = compress(self.target, self.options.lossless, consume=True)
-            self.drafter = compress(self.drafter, consume=True)
+        self.drafter = self.drafter_of(self.config)
+        if self.options.lossless:
             self.record["bits_per_weight"] = bits_per_weight((self.target, self.drafter))
         self.bare = self.drafter.with_reader(None)
         jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
@@ -172,6 +173,10 @@ class Bench(Recorded):
         self.context = self.placed(random_memory(context, self.options.context))
         self.anchor_B = jnp.ones((batch,), jnp.int32)
         self.record["filled_by"] = "random contents"
+
+    def drafter_of(self, config: DrafterConfig) -> Drafter | Sharded:
+        drafter = random_drafter(config, mesh=self.mesh)
+        return compress(drafter, consume=True) if self.options.lossless else drafter
 
     def placed(self, memory):
         """Memories where the devices expect their heads."""
@@ -344,7 +349,7 @@ class Bench(Recorded):
         self.record["ablation_round_ms"] = {}
         for change in ablations(self.preset, self.config.num_layers):
             reader = reader_config(self.preset, self.options.drafter, [change])
-            drafter = random_drafter(self.preset.drafter(self.options.drafter, reader))
+            drafter = self.drafter_of(self.preset.drafter(self.options.drafter, reader))
             self.record["propose_ms"][change] = ms = proposing(drafter)
             self.record["ablation_round_ms"][change] = None if round_ms is None else round_ms + ms - plain
 

@@ -96,8 +96,11 @@ def math_verify_installed() -> bool:
 class Verifier:
     """`math-verify` in a process that is started when needed, and again after it had to be ended.
 
-    Called with (right answer, found answer); False too if that takes more than ``seconds`` or breaks. Close it.
+    Called with (right answer, found answer); False too if that takes more than ``seconds`` or breaks. What the process
+    takes to start on a busy machine is not counted. Close it.
     """
+
+    START = 120.0
 
     def __init__(self, seconds: float = 10.0):
         if not math_verify_installed():
@@ -107,23 +110,36 @@ class Verifier:
         self._process: subprocess.Popen | None = None
 
     def __call__(self, right: str, found: str) -> bool:
-        process = self._process = self._process or subprocess.Popen(
-            [sys.executable, "-m", "ready_jax.serve.answers"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, bufsize=1,
-        )  # fmt: skip
+        process = self._process = self._process or self._start()
         assert process.stdin is not None
-        assert process.stdout is not None
         try:
             process.stdin.write(json.dumps([right, found]) + "\n")
             process.stdin.flush()
-            ready, _, _ = select.select([process.stdout], [], [], self.seconds)
-            answer = process.stdout.readline() if ready else ""
+            answer = self._line(process, self.seconds)
         except BrokenPipeError:
             answer = ""
         if not answer:
             self.timeouts += 1
             self.close()
         return answer.strip() == "true"
+
+    def _start(self) -> subprocess.Popen:
+        command = [sys.executable, "-m", "ready_jax.serve.answers"]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1
+        )
+        if not self._line(process, self.START):
+            process.kill()
+            process.communicate()
+            raise RuntimeError(f"math-verify did not start within {self.START:.0f} s: {' '.join(command)}")
+        return process
+
+    @staticmethod
+    def _line(process: subprocess.Popen, seconds: float) -> str:
+        """Its next line; empty if it has ended, or says nothing for so long."""
+        assert process.stdout is not None
+        ready, _, _ = select.select([process.stdout], [], [], seconds)
+        return process.stdout.readline() if ready else ""
 
     def close(self) -> None:
         if self._process is not None:
@@ -146,6 +162,7 @@ def _serve() -> None:
 
     no_timeout: Any = None  # its own timeouts are signals, which a long multiplication does not hear
     resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))
+    print("ready", flush=True)
     for line in sys.stdin:
         try:
             right, found = (parse(f"${text}$", parsing_timeout=no_timeout) for text in json.loads(line))

@@ -80,6 +80,17 @@ def test_formulas_are_compared_by_meaning_and_never_hang():
         assert verify.timeouts == 1
 
 
+@needs_math_verify
+def test_starting_is_not_counted_and_a_process_that_does_not_start_is_an_error(monkeypatch):
+    with answers.Verifier(seconds=2.0) as verify:
+        process = verify._process = verify._start()
+        assert verify(r"\frac{1}{3}", r"\frac{2}{6}")
+        assert verify._process is process
+    monkeypatch.setattr(answers.Verifier, "START", 0.01)
+    with answers.Verifier() as verify, pytest.raises(RuntimeError, match="did not start within 0 s"):
+        verify("x", "y")
+
+
 # Code
 
 MBPP = {row["id"]: row for row in bench_prompts("mbpp")}

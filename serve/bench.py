@@ -174,7 +174,7 @@ class Bench(Recorded):
         self.anchor_B = jnp.ones((batch,), jnp.int32)
         self.record["filled_by"] = "random contents"
 
-    def drafter_of(self, config: DrafterConfig) -> Drafter | Sharded:
+    def drafter_of(self, config: DrafterConfig) -> Any:
         drafter = random_drafter(config, mesh=self.mesh)
         return compress(drafter, consume=True) if self.options.lossless else drafter
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ready_jax.kernels.gated_delta_chunk import BLOCK
-from ready_jax.kernels.pallas_triton import WHOLE, barrier, exp2, fma, kernel_call, load, log2, store
+from ready_jax.kernels.pallas_triton import WHOLE, barrier, exp2, fma, kernel_call, load, log2, on_hopper, store
 
 CHUNK = 64
 BLOCKS = CHUNK // BLOCK
@@ -215,10 +215,14 @@ def _walk_body(*refs, logged: bool, block: int):
 
 def walk(
     s_BMXY, q_BTKX, k_BTKX, v_BTMY, solved: Solved, slot_BN=None, slots: int = 0, *,
-    block: int = 64, warps: int = 4, stages: int = 3, interpret: bool = False,
+    block: int = 64, warps: int | None = None, stages: int = 3, interpret: bool = False,
 ):  # fmt: skip
     """Outputs in the values' type, the last state; with ``slot_BN`` also, for chunks whose slot is not negative, the
-    state before the chunk [B, slots, M, X, Y] and its writes [B, slots, M, C, Y], both fp32."""
+    state before the chunk [B, slots, M, X, Y] and its writes [B, slots, M, C, Y], both fp32.
+
+    Four warps were the fastest on an H200, where they just do not spill registers; elsewhere, or with ``slot_BN``, they
+    would."""
+    warps = warps or (4 if slot_BN is None and on_hopper() else 8)
     batch, memories, width, values = s_BMXY.shape
     block = min(block, values)
     shape = partial(jax.ShapeDtypeStruct, dtype=FP32)

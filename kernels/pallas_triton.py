@@ -6,6 +6,7 @@ makes has power-of-two sizes. With ``interpret`` a kernel runs anywhere, as plai
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -86,6 +87,12 @@ def load(ref, *, mask=None, other=None, evict: str | None = None):
 
 def store(ref, value, *, mask=None) -> None:
     plt.store(ref, value, mask=mask)
+
+
+def on_hopper() -> bool:
+    """Whether the GPU that is traced for is an H100, H200 or GH200."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return re.search(r"\bG?H\d00\b", device.device_kind) is not None
 
 
 def gpu_only(platform: str, *, partitioned: bool = False, **_: object) -> str | None:

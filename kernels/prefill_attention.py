@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from ready_jax.kernels.pallas_triton import WHOLE, gpu_only, kernel_call, load, store
+from ready_jax.kernels.pallas_triton import WHOLE, gpu_only, kernel_call, load, on_hopper, store
 
-ROWS, CHUNK, WARPS, STAGES = 128, 64, 8, 2
+ROWS, WARPS, STAGES = 128, 8, 2
 
 
 def why_not(**facts) -> str | None:
@@ -84,12 +84,13 @@ def prefill_attention(
     end_BT: Int[Array, "B T"],
     *,
     rows: int = ROWS,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     num_warps: int = WARPS,
     num_stages: int = STAGES,
     interpret: bool = False,
 ) -> Float[Array, "B T Q H"]:
-    """See :func:`ready_jax.kernels.attention.attend_ranges`."""
+    """See :func:`ready_jax.kernels.attention.attend_ranges`. ``chunk`` None: what spills no registers on the GPU."""
+    chunk = chunk or (64 if on_hopper() else 32)
     batch, tokens, heads, head = query_BTQH.shape
     query = query_BTQH.reshape(batch, tokens * heads, head)
     body = functools.partial(_body, tokens=tokens, rows=rows, chunk=chunk, scale=head**-0.5 * math.log2(math.e))

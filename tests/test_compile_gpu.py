@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 CAPACITY = 3072
+#: A kernel that spills registers is an error of compilation.
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 #: What a round over several devices needs to stay one graph; not XLA's default.
 ONE_GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"}
 
@@ -67,7 +70,6 @@ def compiled_round(device: str, preset_name: str, folder: str, devices: int, bit
     def coded(weight):
         """A description of the matrix in 12 bits, with as many rare weights as a Gaussian one has."""
         terms, columns = weight.shape
-        assert coded_weights.why_not(terms, columns, "bfloat16") is None
         sizes = (columns // 16, terms // 64, 3, 32, 4), (columns // 16, 4), (columns // 16, 16, 16)
         described: Any = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
         return Coded(*described)
@@ -76,7 +78,11 @@ def compiled_round(device: str, preset_name: str, folder: str, devices: int, bit
     if bits == 12:
         for model in (abstract["target"], abstract["drafter"]):
             for group, _, module, name in lossless.large_matrices(model):
-                stored = nnx.Param(coded(getattr(module, name)))
+                weight = getattr(module, name)
+                terms, columns = weight.shape
+                if preset_name == "lookalike" and coded_weights.why_not(terms, columns, "bfloat16"):
+                    continue  # too narrow to shrink
+                stored = nnx.Param(coded(weight))
                 setattr(module, name, nnx.data(stored) if group == "head" else stored)
     one = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), abstract)
     specs = one if devices == 1 else tensor_parallel.specs(abstract, over, 1)
@@ -86,7 +92,7 @@ def compiled_round(device: str, preset_name: str, folder: str, devices: int, bit
     # Pallas asks the mesh for the device that it lowers to.
     kind = jax.sharding.AbstractDevice(device_kind=there.device_kind, num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
-    program = Program(decode, options={"xla_dump_to": folder} | (ONE_GRAPH if devices > 1 else {}))
+    program = Program(decode, options=NO_SPILLS | {"xla_dump_to": folder} | (ONE_GRAPH if devices > 1 else {}))
     with dispatch.platform("gpu"), jax.sharding.use_abstract_mesh(mesh):
         compiled = program.compiled(**abstract)
     launches = hlo.loop_launches(compiled.as_text() or "")
@@ -101,6 +107,46 @@ def compiled_round(device: str, preset_name: str, folder: str, devices: int, bit
         trace_seconds=round(program.trace_seconds, 1),
         compile_seconds=round(program.compile_seconds, 1),
     )
+
+
+def compiled_prefill(device: str, preset_name: str) -> dict:
+    """2048 tokens through one layer of each kind, with the states of training inside, compiled without spills."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.experimental import topologies
+
+    from ready_jax.config import FULL, LINEAR
+    from ready_jax.configs.qwen3_8_27b import PRESETS
+    from ready_jax.kernels import dispatch
+    from ready_jax.programs import Program
+    from ready_jax.state import init_state
+    from ready_jax.target import Target
+
+    description = (HERE / "xla_targets" / f"{device}.txtpb").read_text()
+    there = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1").devices[0]
+    config = replace(PRESETS[preset_name].target, layer_types=(LINEAR, LINEAR, FULL))
+
+    def prefill(target, state, token_BT, num_B, states_at_BA):
+        out, state = target.prefill(token_BT, state, num_B, states_at_BA=states_at_BA, state_layers=(0,))
+        return out.hidden_BTD[:, -1], out.states, state
+
+    def arguments():
+        target, one_B = Target(config, rngs=nnx.Rngs(0)), jnp.ones((1,), jnp.int32)
+        token_BT, states_at_BA = jnp.zeros((1, 2048), jnp.int32), jnp.zeros((1, 16), jnp.int32)
+        memory = init_state(config, 1, CAPACITY)
+        return dict(target=target, state=memory, token_BT=token_BT, num_B=one_B, states_at_BA=states_at_BA)
+
+    placed = jax.sharding.SingleDeviceSharding(there)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), jax.eval_shape(arguments)
+    )
+    kind = jax.sharding.AbstractDevice(device_kind=there.device_kind, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
+    with dispatch.platform("gpu"), jax.sharding.use_abstract_mesh(mesh):
+        text = Program(prefill, options=NO_SPILLS).compiled(**abstract).as_text() or ""
+    names = sorted(set(re.findall(r'"?name"?[ :=\\]+"?(gated_delta_prefill_\w+|causal_conv|prefill_attention)', text)))
+    return dict(device=there.device_kind, kernels=names)
 
 
 def round_thunks(text: str) -> list[str]:
@@ -126,23 +172,34 @@ condition:
     assert round_thunks(text) == ["kCommandBuffer", "kCustomKernel"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("jax_cuda13_plugin") is None, reason="needs the compiler of jax[cuda13]; no GPU")
-@pytest.mark.parametrize("preset", ["lookalike", "qwen3_8_27b"])
-@pytest.mark.parametrize(
-    ("device", "devices", "bits"), [("h200", 1, 16), ("b200", 1, 16), ("h200", 2, 16), ("h200", 1, 12), ("b200", 1, 12)]
-)
-def test_the_whole_round_is_one_graph_and_copies_no_weights(device: str, devices: int, bits: int, preset: str, capsys):
-    """In a process of its own: the plugin must not look for a driver, and 64 layers leave a lot behind."""
+def elsewhere(*arguments) -> dict:
+    """The record of this file run with these arguments, in a process of its own: the plugin must not look for a driver,
+    and 64 layers leave a lot behind."""
     environment = os.environ | dict(
         JAX_PLATFORMS="cpu",
         JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
         PYTHONPATH=f"{HERE.parent}:{os.getenv('PYTHONPATH', '')}",
     )
-    command = [sys.executable, __file__, device, preset, str(devices), str(bits)]
+    command = [sys.executable, __file__, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+needs_compiler = pytest.mark.skipif(
+    find_spec("jax_cuda13_plugin") is None, reason="needs the compiler of jax[cuda13]; no GPU"
+)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("preset", ["lookalike", "qwen3_8_27b"])
+@pytest.mark.parametrize(
+    ("device", "devices", "bits"), [("h200", 1, 16), ("b200", 1, 16), ("h200", 2, 16), ("h200", 1, 12), ("b200", 1, 12)]
+)
+def test_the_whole_round_is_one_graph_and_copies_no_weights(device: str, devices: int, bits: int, preset: str, capsys):
+    """No kernel that XLA compiles spills registers, either."""
+    found = elsewhere(device, preset, devices, bits)
     with capsys.disabled():
         sys.stdout.write(f"\n{json.dumps(found)}\n")
     assert found["temporary_bytes"] < 1e9, "a temporary of this size is a copy of weights or of all states"
@@ -151,7 +208,18 @@ def test_the_whole_round_is_one_graph_and_copies_no_weights(device: str, devices
     assert found["collectives"] < (150 if devices > 1 else 1)
 
 
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("device", ["h200", "b200"])
+def test_prefill_compiles_to_its_kernels_without_spills(device: str):
+    names = ["causal_conv", "gated_delta_prefill_solve", "gated_delta_prefill_walk", "prefill_attention"]
+    assert elsewhere(device, "qwen3_8_27b")["kernels"] == names
+
+
 if __name__ == "__main__":
     _, asked_device, asked_preset, *numbers = sys.argv
+    if not numbers:
+        sys.stdout.write(json.dumps(compiled_prefill(asked_device, asked_preset)) + "\n")
+        sys.exit()
     with tempfile.TemporaryDirectory() as dump:
         sys.stdout.write(json.dumps(compiled_round(asked_device, asked_preset, dump, *map(int, numbers))) + "\n")

@@ -162,8 +162,15 @@ def test_a_gpu_that_is_not_there_is_not_replaced(golden):
 # E09
 
 
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("shape", [(1, 4), (2, 2)], ids=["1x4", "2x2"])
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        pytest.param((1, 4), AxisType.Explicit, id="1x4-explicit"),
+        pytest.param((2, 2), AxisType.Auto, id="2x2-auto"),
+        pytest.param((1, 4), AxisType.Auto, marks=pytest.mark.slow, id="1x4-auto"),
+        pytest.param((2, 2), AxisType.Explicit, marks=pytest.mark.slow, id="2x2-explicit"),
+    ],
+)
 def test_a_mesh_changes_no_token(shape, axes):
     """Prompts in every container, inside and outside a caller's ``set_mesh``; one set of programs for all."""
     target = tiny.target(layer_types=TWO, vocab_size=100, linear_num_value_heads=8)

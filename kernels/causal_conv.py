@@ -62,9 +62,15 @@ def causal_conv(
     """q and k [B, T, keys] and v [B, T, C - 2 keys], in the type of ``tail``.
 
     The first ``C`` columns of ``p_BTI`` are convolved. With ``segment_BT``, taps do not reach into another segment;
-    the tail belongs to the first.
+    the tail belongs to the first. Raises ValueError where the widths do not fit.
     """
-    values = conv_WC.shape[1] - 2 * keys
+    channels = conv_WC.shape[1]
+    values = channels - 2 * keys
+    if values < 1 or p_BTI.shape[2] < channels:
+        raise ValueError(
+            f"found {channels} channels with keys={keys}, and {p_BTI.shape[2]} columns of projection: q and k take "
+            "2 keys of the channels, v the rest, and every channel is a column"
+        )
     q, k, v = choose("causal_conv", IMPLEMENTATIONS, impl).call(
         p_BTI, tail_BWC, conv_WC, segment_BT, keys=keys, values=values
     )

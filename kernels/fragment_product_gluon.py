@@ -41,11 +41,8 @@ def _product(x_TK, words, table, rare, dtype):
     from ready_jax.kernels import fragment_product_gluon_source as source
 
     (rows, terms), warps = x_TK.shape, _warps(x_TK.shape[1])
-    columns, loads, tiles = (
-        words.shape[0] * fragments.COLUMNS,
-        words.shape[2],
-        next(n for n in (1, 2, 4) if n * TILE >= rows),
-    )
+    columns, loads = words.shape[0] * fragments.COLUMNS, words.shape[2]
+    tiles = next(n for n in (1, 2, 4) if n * TILE >= rows)
     code, operands = source.BLOCKS[loads, tiles]
     return gluon.call()(
         x_TK, words, table, rare,

@@ -463,8 +463,10 @@ class Several:
                 error = f"it left no {output.name}"
             if error is not None:
                 record["errors"][key] = error
-            record["seconds"][key] = round(time.perf_counter() - at, 1)
-            print(f"{key}: {error or 'done'} in {record['seconds'][key]} s", flush=True)
+            seconds = round(time.perf_counter() - at, 1)
+            if key not in self.known:
+                record["seconds"][key] = seconds
+            print(f"{key}: {error or ('known' if key in self.known else 'done')} in {seconds} s", flush=True)
             self.keep(name, outputs)
 
     def keep(self, name: str, outputs: dict[str, Any]) -> None:

@@ -64,6 +64,13 @@ def test_any_length(tokens):
         np.testing.assert_allclose(np.asarray(part, np.float64), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("keys", "columns"), [(56, COLUMNS), (KEYS, CHANNELS - 1)])
+def test_widths_that_do_not_fit_are_named(keys, columns):
+    p, *others = inputs(3)
+    with pytest.raises(ValueError, match=rf"found 112 channels with keys={keys}, and {columns} columns"):
+        causal_conv(p[..., :columns], *others, keys=keys)
+
+
 def test_the_kernel_has_the_gradient_of_the_reference():
     arrays, segment = inputs(20), jnp.stack([x[:20] for x in SEGMENT])
 

@@ -150,6 +150,8 @@ def test_a_known_output_is_not_measured_again_and_time_is_bounded(tmp_path):
     assert [name for name, *_ in launch.asked] == ["training_27b/data", "training_27b/shard"]
     assert all(0 < seconds <= 50 for *_, seconds in launch.asked)
     assert record["parts"]["training_27b"]["data_speed_up"] == pytest.approx(5.8 / 3)
+    assert list(record["commands"]) == [f"training_27b/{name}" for name in ("one", "data", "shard")]
+    assert list(record["seconds"]) == ["training_27b/data", "training_27b/shard"]
     record, _ = make(tmp_path, Launch({}), "--only", "links", "--total", "0")
     assert record["errors"] == {"links/all": "not started: the time is up"}
     with pytest.raises(ValueError, match="no such run"):

@@ -69,8 +69,11 @@ def decode(words, table, rare):
 
     terms, columns = fragments.shape(words)
     warps, (code, operands) = _warps(terms), source.WHOLE
+    steps = terms // fragments.TERMS // warps
+    parts = 2 if steps % 2 == 0 else 1
     return gluon.call()(
         words, table, rare,
         kernel=source.decode, out_type=jax.ShapeDtypeStruct((columns, terms), jnp.bfloat16),
-        grid=(words.shape[0],), num_warps=warps, K=terms, E=rare.shape[1], WARPS=warps, CODE=code, OPERANDS=operands,
+        grid=(words.shape[0], parts), num_warps=warps, K=terms, E=rare.shape[1], WARPS=warps, STEPS=steps // parts,
+        CODE=code, OPERANDS=operands,
     )  # fmt: skip

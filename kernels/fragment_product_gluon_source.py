@@ -6,13 +6,12 @@ become 16-bit weights in its registers, in the places where tensor cores want th
 
 from __future__ import annotations
 
-try:
-    from triton.experimental.gluon import jit
-    from triton.experimental.gluon import language as gl
-except ImportError:  # the module must import everywhere; `gluon.missing` refuses to use it
+import contextlib
 
-    def jit(function):
-        return function
+from ready_jax.kernels.gluon import jit
+
+with contextlib.suppress(ImportError):  # the module must import everywhere; `gluon.missing` refuses to use it
+    from triton.experimental.gluon import language as gl
 
 
 #: 16-byte loads of a thread for a block: of a coded matrix, of one in fp8.
@@ -69,13 +68,24 @@ def _constraints(loads: int, tiles: int) -> str:
 
 
 def _whole() -> str:
-    """PTX of one thread's part of a coded block, decoded: 16 terms each of columns r and 8 + r, as eight words."""
+    """PTX of one thread's part of a coded block, decoded: 16 terms each of columns r and 8 + r, as eight words.
+
+    A thread's eight words are a sector of memory, but a store takes four. So pairs of threads exchange: the first four
+    words of both become those of the even thread's sector, the last four of both those of the odd thread's.
+    """
     code = [
         _coded(f"${24 + f}", f"${16 + 2 * f}", f"${17 + 2 * f}", ("$28", "$29"),
                (f"${2 * f}", f"${8 + 2 * f}", f"${2 * f + 1}", f"${9 + 2 * f}"))
         for f in range(4)
     ]  # fmt: skip
-    return "{" + SCRATCH + "".join(code) + "}"
+    code.append("mov.u32 m, %laneid; and.b32 m, m, 1; setp.ne.u32 odd, m, 0;")
+    code += [
+        f"""
+        selp.b32 s, ${i}, ${i + 4}, odd; shfl.sync.bfly.b32 t, s, 1, 0x1F, 0xFFFFFFFF;
+        selp.b32 ${i}, t, ${i}, odd; selp.b32 ${i + 4}, ${i + 4}, t, odd;"""
+        for i in (0, 1, 2, 3, 8, 9, 10, 11)
+    ]
+    return "{" + SCRATCH + ".reg .pred odd;" + "".join(code) + "}"
 
 
 #: Of ``inline_asm_elementwise``: code and operands, for every format and number of tiles, and of ``decode``.
@@ -205,34 +215,54 @@ def product(
 
 
 @jit
-def decode(words, table, rare, out, K: gl.constexpr, E: gl.constexpr, WARPS: gl.constexpr, CODE: gl.constexpr,
-           OPERANDS: gl.constexpr):  # fmt: skip
-    """Program (16 columns): ``out`` [N, K] of a coded matrix."""
+def _decoded(words, entries, here, K: gl.constexpr, CODE: gl.constexpr, OPERANDS: gl.constexpr):
+    p, q, r, s = gl.inline_asm_elementwise(
+        CODE, OPERANDS, words + (entries,), dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4
+    )
+    gl.store(here, p)
+    gl.store(here + 8, q)
+    gl.store(here + 4 * K, r)
+    gl.store(here + 4 * K + 8, s)
+
+
+@jit
+def decode(
+    words, table, rare, out,
+    K: gl.constexpr, E: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, CODE: gl.constexpr,
+    OPERANDS: gl.constexpr,
+):  # fmt: skip
+    """Program (16 columns, part of the terms): ``out`` [N, K] of a coded matrix."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     R: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
+    NEXT: gl.constexpr = WARPS * 384
+    NEXT_OUT: gl.constexpr = WARPS * 32
+    TERMS: gl.constexpr = STEPS * WARPS * 64
     g = gl.program_id(0)
+    part = gl.program_id(1)
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, L))[:, None]
     j = gl.arange(0, 4, layout=gl.SliceLayout(0, L))[None, :]
     lane = thread % 32
-    at = words + g.to(gl.int64) * (K // 64 * 384) + (thread // 32 * 384 + lane * 4 + j)
-    entries = gl.load(table + g * 4 + j + 0 * thread)
+    at = words + g.to(gl.int64) * (K // 64 * 384) + (part * STEPS * NEXT + thread // 32 * 384 + lane * 4 + j)
     first = out + g.to(gl.int64) * (16 * K)
-    row = first.to(gl.pointer_type(gl.int32), bitcast=True) + lane // 4 * (K // 2)
-    row += thread // 32 * 32 + lane % 4 * 8 + j
-    for i in range(K // 64 // WARPS):
-        a, b, c = _words(at + i * (WARPS * 384), 3)
-        p, q, r, s = gl.inline_asm_elementwise(
-            CODE, OPERANDS, [a, b, c, entries], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4
-        )
-        here = row + i * (WARPS * 32)
-        gl.store(here, p)
-        gl.store(here + 4, q)
-        gl.store(here + 4 * K, r)
-        gl.store(here + 4 * K + 4, s)
+    here = first.to(gl.pointer_type(gl.int32), bitcast=True) + lane // 4 * (K // 2) + part * STEPS * NEXT_OUT
+    here += thread // 32 * 32 + lane % 4 * 8 - lane % 2 * 4 + j  # two threads fill a sector
+    now = _words(at, 3)
+    if STEPS > 1:
+        soon = _words(at + NEXT, 3)
+    entries = gl.load(table + g * 4 + j + 0 * thread)
+    if STEPS > 1:
+        for i in range(STEPS - 2):
+            later = _words(at + (i + 2) * NEXT, 3)
+            _decoded(now, entries, here + i * NEXT_OUT, K, CODE, OPERANDS)
+            now = soon
+            soon = later
+        _decoded(now, entries, here + (STEPS - 2) * NEXT_OUT, K, CODE, OPERANDS)
+        now = soon
+    _decoded(now, entries, here + (STEPS - 1) * NEXT_OUT, K, CODE, OPERANDS)
     gl.thread_barrier()
     e = gl.arange(0, 2 * WARPS, layout=gl.SliceLayout(1, R))[:, None]
     n = gl.arange(0, 16, layout=gl.SliceLayout(0, R))[None, :]
     for i in range((E + 2 * WARPS - 1) // (2 * WARPS)):
         entry = gl.load(rare + (g * E + i * 2 * WARPS + e) * 16 + n, mask=i * 2 * WARPS + e < E, other=0)
-        weight = entry.to(gl.int16).to(gl.bfloat16, bitcast=True)
-        gl.store(first + n * K + ((entry >> 16) & 0xFFFF), weight, mask=entry != 0)
+        weight, term = entry.to(gl.int16).to(gl.bfloat16, bitcast=True), (entry >> 16) & 0xFFFF
+        gl.store(first + n * K + term, weight, mask=(entry != 0) & (term // TERMS == part))

@@ -5,14 +5,15 @@ A state tile has all its keys in one warp: 8 lanes by 4 consecutive keys, four t
 
 from __future__ import annotations
 
-try:
-    from triton.experimental.gluon import jit
+import contextlib
+
+from ready_jax.kernels.gluon import jit
+
+with contextlib.suppress(
+    ImportError
+):  # the module must import everywhere; `gated_delta_gluon.why_not` refuses to use it
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
-except ImportError:  # the module must import everywhere; `gated_delta_gluon.why_not` refuses to use it
-
-    def jit(function):
-        return function
 
 
 @jit

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +16,15 @@ def missing() -> str | None:
         if importlib.util.find_spec(name) is None:
             return f"the package {name.replace('_', '-')} is missing; pip install 'ready-jax[triton]'"
     return None
+
+
+def jit(function):
+    """Gluon's ``jit`` of the function as it is written, not as a type checker has wrapped it; itself without triton."""
+    if importlib.util.find_spec("triton") is None:
+        return function
+    from triton.experimental import gluon
+
+    return gluon.jit(inspect.unwrap(function))
 
 
 class _Layouts:

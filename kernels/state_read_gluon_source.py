@@ -6,13 +6,12 @@ is three shuffles.
 
 from __future__ import annotations
 
-try:
-    from triton.experimental.gluon import jit
-    from triton.experimental.gluon import language as gl
-except ImportError:  # the module must import everywhere; `gluon.missing` refuses to use it
+import contextlib
 
-    def jit(function):
-        return function
+from ready_jax.kernels.gluon import jit
+
+with contextlib.suppress(ImportError):  # the module must import everywhere; `gluon.missing` refuses to use it
+    from triton.experimental.gluon import language as gl
 
 
 @jit

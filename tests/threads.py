@@ -47,13 +47,16 @@ def mma(kind, a, b, c):
 
 OPERATIONS: dict[str, Callable] = {
     "and.b32": np.bitwise_and, "shl.b32": np.left_shift, "shr.u32": np.right_shift, "prmt.b32": prmt,
-    "mov.f32": lambda a: a, "lop3.b32": lambda a, b, c, table: (a & b) | c,
+    "mov.f32": lambda a: a, "mov.u32": lambda a: a, "setp.ne.u32": np.not_equal,
+    "selp.b32": lambda a, b, p: np.where(p, a, b),
+    "shfl.sync.bfly.b32": lambda a, mask, *_: a[..., np.arange(32) ^ mask],
+    "lop3.b32": lambda a, b, c, table: (a & b) | c,
 }  # fmt: skip
 
 
 def run(code: str, values: list) -> list:
     """The outputs of a block of PTX whose operands are ``values`` (None: an output), each [..., 32]."""
-    registers = {f"${i}": x for i, x in enumerate(values)}
+    registers = {f"${i}": x for i, x in enumerate(values)} | {"%laneid": np.arange(32, dtype=np.uint32)}
     outputs = [name for name, x in registers.items() if x is None]
     for line in re.split(r";\s*", code.strip()[1:-1]):
         name, _, rest = line.strip().partition(" ")
@@ -107,7 +110,9 @@ def _decode(words, table):
     operands = by_part(words) + [np.broadcast_to(np.asarray(table).view(np.uint32)[:, j, None, None],
                                                  (*words.shape[:2], 32)) for j in range(4)]  # fmt: skip
     found = run(source._whole(), [None] * 16 + operands)
-    out = np.stack(found, -1).reshape(*words.shape[:2], 8, 4, 2, 8)  # G, B, r, c, h, 8 words
+    # G, B, r, threads 2 i and 2 i + 1, columns r and 8 + r, stores, four words: a store fills the sector of one of both
+    out = np.stack(found, -1).reshape(*words.shape[:2], 8, 2, 2, 2, 2, 4)
+    out = out.transpose(0, 1, 2, 3, 6, 5, 4, 7).reshape(*words.shape[:2], 8, 4, 2, 8)  # G, B, r, c, h, 8 words
     terms, columns = fragments.shape(words)
     return np.ascontiguousarray(out.transpose(0, 4, 2, 1, 3, 5)).view(np.uint16).reshape(columns, terms)
 

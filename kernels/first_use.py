@@ -110,12 +110,14 @@ def attention_inputs(reference, call) -> None:
 
 
 def causal_conv(reference, call) -> None:
-    """Forty tokens of three segments in two sequences; parts of 256, 256 and 768 channels, and others behind them."""
+    """Forty tokens of three segments in two sequences, the last ones dead; parts of 256, 256 and 768 channels, and
+    others behind them."""
     p, tail, conv = _normal((2, 40, 1536), (2, 3, 1280), (4, 1280))
     segment = jnp.array([[0] * 7 + [1] * 14 + [2] * 19, [3] * 2 + [4] * 37 + [5]])
+    live = jnp.arange(40)[None] < jnp.array([[33], [38]])
 
     def run(call, *arrays):
-        return call(*arrays, segment, keys=256, values=768)
+        return call(*arrays, segment, live, keys=256, values=768)
 
     _compare(run, call, reference, (p, tail, conv), 2e-2)
 

@@ -69,16 +69,18 @@ class GatedDeltaNet(nnx.Module):
         c = self.config
         p_BTI, conv_WC = self.project(x_BTD), self.conv_WC[...]
         keys = c.linear_num_key_heads * c.linear_key_head_dim
-        mixed = causal_conv(p_BTI, tail_BWC, conv_WC, keys=keys, segment_BT=segment_BT)
+        mixed = causal_conv(p_BTI, tail_BWC, conv_WC, keys=keys, segment_BT=segment_BT, live_BT=live_BT)
         u_BTC, z, g, beta = inputs.split(p_BTI, self.a_log_M[...], self.dt_bias_M[...], c.conv_channels, c.value_width)
+        # All of a dead token is zero: it writes nothing and leaves the state as it is.
+        g, beta = (jnp.where(live_BT[..., None], x, 0.0) for x in (g, beta))
         tail_BWC = last_inputs(tail_BWC, u_BTC, jnp.sum(live_BT, axis=1))
-        # They are taken out of the fused projection here, so that it is not held until z is needed.
-        tail_BWC, z, g, beta = jax.lax.optimization_barrier((tail_BWC, z, g, beta))
+        # They are taken out of the fused projection here, so that it is not held for them.
+        tail_BWC, g, beta = jax.lax.optimization_barrier((tail_BWC, g, beta))
         key_heads = (c.linear_num_key_heads, c.linear_key_head_dim)
         heads = key_heads, key_heads, (c.linear_num_value_heads, c.linear_value_head_dim)
         q, k, v = (x.reshape(x.shape[:2] + of) for x, of in zip(mixed, heads, strict=True))
         out, s_BMXY, states = gated_delta.prefill(
-            s_BMXY, q, k, v, g, beta, live_BT=live_BT, segment_BT=segment_BT, states_at_BA=states_at_BA, **options
+            s_BMXY, q, k, v, g, beta, segment_BT=segment_BT, states_at_BA=states_at_BA, **options
         )
         gated_BTO = inputs.gated_norm(out, z, self.norm_Y[...], c.rms_norm_eps)
         return summed_linear(gated_BTO, self.w_out_OD[...]), s_BMXY, tail_BWC, states

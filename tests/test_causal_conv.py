@@ -19,7 +19,8 @@ SEGMENT = np.repeat([0, 1, 2, 3, 4, 5], [1, 2, 13, 1, 15, 3]), np.repeat([7, 8, 
 
 
 def plain(*arrays, impl):
-    return causal_conv(*arrays[:3], keys=KEYS, segment_BT=arrays[3], impl=impl)
+    segment, live = (*arrays[3:], None)[:2]
+    return causal_conv(*arrays[:3], keys=KEYS, segment_BT=segment, live_BT=live, impl=impl)
 
 
 conv = quick(plain, static_argnames=("impl",))
@@ -64,6 +65,17 @@ def test_any_length(tokens):
         np.testing.assert_allclose(np.asarray(part, np.float64), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("impl", ["reference", "interpret", pytest.param("fused", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_dead_tokens_are_zeros_whatever_they_hold(impl, packed):
+    """And leave no bit in the others, before and behind them."""
+    arrays, segment = inputs(35), np.stack(SEGMENT) if packed else None
+    live = np.arange(35)[None] < np.array([[20], [0]])
+    dead = arrays[0] + jnp.where(live[..., None], 0, jnp.nan), *arrays[1:]
+    for part, wanted in zip(conv(*dead, segment, live, impl=impl), conv(*arrays, segment, impl=impl), strict=True):
+        np.testing.assert_array_equal(part, jnp.where(live[..., None], wanted, 0))
+
+
 @pytest.mark.parametrize(("keys", "columns"), [(56, COLUMNS), (KEYS, CHANNELS - 1)])
 def test_widths_that_do_not_fit_are_named(keys, columns):
     p, *others = inputs(3)
@@ -73,9 +85,10 @@ def test_widths_that_do_not_fit_are_named(keys, columns):
 
 def test_the_kernel_has_the_gradient_of_the_reference():
     arrays, segment = inputs(20), jnp.stack([x[:20] for x in SEGMENT])
+    live = jnp.arange(20)[None] < jnp.array([[20], [17]])
 
     def loss(impl, *arrays):
-        return sum(jnp.sum(jnp.sin(x) * (i + 1)) for i, x in enumerate(plain(*arrays, segment, impl=impl)))
+        return sum(jnp.sum(jnp.sin(x) * (i + 1)) for i, x in enumerate(plain(*arrays, segment, live, impl=impl)))
 
     found, wanted = (
         quick(jax.grad(functools.partial(loss, impl), (0, 1, 2)))(*arrays) for impl in ("interpret", "reference")

@@ -122,8 +122,10 @@ def _read_body(*refs, sizes, eps, norm):
     a_JJ, gain_J = _tile(a_ref, (batch, pair), (rank, rank)), _tile(gain_ref, (pair,), (rank,))
     scale = None if scale_ref is None else load(scale_ref.at[batch, pair]).astype(out_ref.dtype)
     at = pair // (pairs // latents) * rank + j
-    for position in map(jnp.int32, range(positions)):  # a plain number beside index arrays: not when interpreted
-        z_J = load(latent_ref.at[batch, position, at], mask=j < rank, other=0).astype(jnp.float32)
+    places = [jnp.int32(i) for i in range(positions)]  # a plain number beside index arrays: not when interpreted
+    # All loads before the first store: the compiler lifts none over it.
+    latents = [load(latent_ref.at[batch, i, at], mask=j < rank, other=0).astype(jnp.float32) for i in places]
+    for position, z_J in zip(places, latents, strict=True):
         if norm:
             z_J = z_J * jax.lax.rsqrt(jnp.sum(z_J * z_J) / rank + eps)
         u_J = jnp.sum(a_JJ * (z_J * gain_J)[None, :], axis=1)

@@ -49,11 +49,11 @@ STEPS = (
 )  # fmt: skip
 KEYS = (
     "read_ceiling_tb_s", "autoregressive_ms", "verify_ms", "dspark_round_ms", "ready_round_ms",
-    "ready_round_fp8_draft_ms", "round_minus_autoregressive_ms", "gated_delta_verify_us", "decode_attention_16k_us",
-    "gated_delta_prefill_16k_ms", "fla_prefill_16k_ms", "prefill_2048_ms", "state_gather_us", "reader_us",
-    "state_gather_unfused_us", "reader_unfused_us", "reader_slope_us", "bit_identical_rounds", "rounds_compared",
-    "peak_gib", "peak_gib_16k", "kernels_per_round", "compile_seconds", "propose_ms", "ablation_round_ms",
-    "collectives_per_round",
+    "ready_round_fp8_draft_ms", "round_minus_autoregressive_ms", "gated_delta_verify_us", "gated_delta_rows_us",
+    "decode_attention_16k_us", "gated_delta_prefill_16k_ms", "fla_prefill_16k_ms", "prefill_2048_ms",
+    "state_gather_us", "reader_us", "state_gather_unfused_us", "reader_unfused_us", "reader_slope_us",
+    "bit_identical_rounds", "rounds_compared", "peak_gib", "peak_gib_16k", "kernels_per_round", "compile_seconds",
+    "propose_ms", "ablation_round_ms", "collectives_per_round",
 )  # fmt: skip
 
 

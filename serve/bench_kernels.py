@@ -87,7 +87,7 @@ class Kernels:
         shape = (self.batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
         return normals(5, *[shape] * count, dtype=jnp.float32)
 
-    def gated_delta_verify(self) -> float:
+    def gated_delta_verify(self, commit: bool = True) -> float:
         """A layer's rows of a block from projection to gated norm, and the commit of half of them, per layer."""
         c, batch = self.config, self.batch
         memories, keys = c.linear_num_value_heads, c.linear_num_key_heads
@@ -101,12 +101,15 @@ class Kernels:
         num_B = jnp.full((batch,), self.rows // 2, jnp.int32)
 
         def step(carry, constants):
-            (states, tails, _), (projected, conv, (a_log_M, dt_bias_M), norm_Y, num_B) = carry, constants
+            (states, tails, outs), (projected, conv, (a_log_M, dt_bias_M), norm_Y, num_B) = carry, constants
+            if not commit:  # else nothing would change from turn to turn, and all of it leave the loop
+                projected, outs = jax.lax.optimization_barrier((projected, outs))
             found = [
                 gated_delta.rows(s, p, tail, w, a_log_M, dt_bias_M, norm_Y, c.rms_norm_eps, keys=keys)
                 for s, p, tail, w in zip(states, projected, tails, conv, strict=True)
             ]
-            states, tails = gated_delta.commit_rows(states, tails, [log for _, log in found], num_B)
+            if commit:
+                states, tails = gated_delta.commit_rows(states, tails, [log for _, log in found], num_B)
             return list(states), list(tails), [out for out, _ in found]
 
         constants = projected, conv, gates, norm_Y, num_B
@@ -187,6 +190,7 @@ class Kernels:
         label = f"{self.slots // 1024}k" if self.slots % 1024 == 0 else str(self.slots)
         found: dict[str, Callable[[], float]] = {
             "gated_delta_verify_us": lambda: 1e6 * self.gated_delta_verify(),
+            "gated_delta_rows_us": lambda: 1e6 * self.gated_delta_verify(commit=False),
             f"decode_attention_{label}_us": lambda: 1e6 * self.decode_attention(),
             f"gated_delta_prefill_{label}_ms": lambda: 1e3 * self.gated_delta_prefill(),
         }

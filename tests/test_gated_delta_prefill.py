@@ -184,7 +184,7 @@ def test_the_kernels_say_why_not():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_full_width_on_a_gpu(case):
-    inputs = a_case(case, some(6, tokens=200, keys=16, memories=48, x=128, y=128))
+    inputs = a_case(case, some(6, tokens=200, keys=4, memories=12, x=128, y=128))
     prefixes = np.array([[0, 1, 63, 64], [65, 127, 128, 199], [64, 64, 100, 200]], np.int32)
     right(inputs, None, prefixes, "fused")
     right(inputs, packings(200), prefixes, "fused")

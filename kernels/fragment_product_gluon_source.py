@@ -131,24 +131,21 @@ def _multiplied(words, x_at, row, entries, sums, ROW: gl.constexpr, T: gl.conste
 
 
 @jit
-def _listed(rare, g, warp, n, E: gl.constexpr, WARPS: gl.constexpr):
-    """A warp's share of the rare weights of column ``n``."""
-    found = (gl.load(rare + (g * E + warp) * 16 + n),)
-    for i in gl.static_range(1, E // WARPS):
-        found = found + (gl.load(rare + (g * E + i * WARPS + warp) * 16 + n),)
+def _listed(at, STEP: gl.constexpr, COUNT: gl.constexpr):
+    """The first of a warp's share of the rare weights of a column."""
+    found = (gl.load(at),)
+    for i in gl.static_range(1, COUNT):
+        found = found + (gl.load(at + i * STEP),)
     return found
 
 
 @jit
-def _with_rare(sums, x, listed, t, K: gl.constexpr, T: gl.constexpr, TILES: gl.constexpr, COUNT: gl.constexpr):
+def _with_rare(sums, x, entry, t, K: gl.constexpr, T: gl.constexpr, TILES: gl.constexpr):
     found = ()
     for r in gl.static_range(TILES):
-        total = sums[r]
-        for i in gl.static_range(COUNT):
-            live = (t + 8 * r < T) & (listed[i] != 0)
-            term = gl.load(x + (t + 8 * r) * K + ((listed[i] >> 16) & 0xFFFF), mask=live, other=0.0)
-            total += (listed[i] << 16).to(gl.float32, bitcast=True) * term.to(gl.float32)
-        found = found + (total,)
+        live = (t + 8 * r < T) & (entry != 0)
+        term = gl.load(x + (t + 8 * r) * K + ((entry >> 16) & 0xFFFF), mask=live, other=0.0)
+        found = found + (sums[r] + (entry << 16).to(gl.float32, bitcast=True) * term.to(gl.float32),)
     return found
 
 
@@ -165,6 +162,7 @@ def product(
     NEXT: gl.constexpr = WARPS * BLOCK
     ROW: gl.constexpr = K // 2
     NEXT_X: gl.constexpr = WARPS * 32
+    SOON: gl.constexpr = min(E // WARPS, 4)  # rare weights that are loaded first; a matrix of few scales has no others
     g = gl.program_id(0)
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, L))[:, None]
     j = gl.arange(0, 4, layout=gl.SliceLayout(0, L))[None, :]
@@ -181,7 +179,8 @@ def product(
         soon = _words(at + NEXT, LOADS)
     if LOADS == 3:
         entries = (gl.load(table + g * 4 + j + 0 * thread),)
-        listed = _listed(rare, g, warp, n, E, WARPS)
+        rare_at = rare + (g * E + warp) * 16 + n
+        listed = _listed(rare_at, 16 * WARPS, SOON)
     else:
         entries = ()
     zero = gl.zeros([32 * WARPS, 4], gl.float32, L)
@@ -198,7 +197,10 @@ def product(
         now = soon
     sums = _multiplied(now, x_at + (STEPS - 1) * NEXT_X, row, entries, sums, ROW, T, TILES, CODE, OPERANDS)
     if LOADS == 3:
-        sums = _with_rare(sums, x, listed, t, K, T, TILES, E // WARPS)
+        for i in gl.static_range(SOON):
+            sums = _with_rare(sums, x, listed[i], t, K, T, TILES)
+        for i in range(SOON, E // WARPS):
+            sums = _with_rare(sums, x, gl.load(rare_at + i * 16 * WARPS), t, K, T, TILES)
     shared = gl.allocate_shared_memory(gl.float32, [32 * WARPS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     by_warp = shared._reinterpret(gl.float32, [WARPS, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     p = gl.arange(0, 128, layout=gl.SliceLayout(0, P))

@@ -147,13 +147,14 @@ def _coded():
 
 
 def coded_product(reference, call) -> None:
-    """Seven rows and twenty."""
-    x, y = _normal((7, 512), (20, 512))
+    """Seven rows and twenty; and a matrix of which all of a column is rare."""
+    x, y, w = _normal((7, 512), (20, 512), (512, 16))
+    odd = coded.encode(w.at[:, 3].mul(2.0**15))
 
     def run(call, x, y, *stored):
-        return call(x, *stored, dtype=jnp.float32), call(y, *stored, dtype=jnp.float32)
+        return [call(rows, *each, dtype=jnp.float32) for rows in (x, y) for each in (stored[:3], stored[3:])]
 
-    _compare(run, call, reference, (x, y, *_coded()), 1e-5)
+    _compare(run, call, reference, (x, y, *_coded(), *odd), 1e-5)
 
 
 def coded_weights(reference, call) -> None:

@@ -110,14 +110,14 @@ def attention_inputs(reference, call) -> None:
 
 
 def causal_conv(reference, call) -> None:
-    """Forty tokens of three segments in two sequences, the last ones dead; parts of 256, 256 and 768 channels, and
-    others behind them."""
+    """Forty tokens in two sequences, the last ones dead, with three segments and without; parts of 256, 256 and 768
+    channels, and others behind them."""
     p, tail, conv = _normal((2, 40, 1536), (2, 3, 1280), (4, 1280))
     segment = jnp.array([[0] * 7 + [1] * 14 + [2] * 19, [3] * 2 + [4] * 37 + [5]])
     live = jnp.arange(40)[None] < jnp.array([[33], [38]])
 
     def run(call, *arrays):
-        return call(*arrays, segment, live, keys=256, values=768)
+        return [call(*arrays, packed, live, keys=256, values=768) for packed in (segment, None)]
 
     _compare(run, call, reference, (p, tail, conv), 2e-2)
 
@@ -141,15 +141,15 @@ def scaled_product(reference, call) -> None:
 
 
 def _coded():
-    """A matrix of which some weights are rare, in every way."""
-    (w,) = _normal((512, 96), scale=0.05)
-    return coded.encode(w.at[:, 3].mul(40).at[7, 9].set(1e-30).at[500].set(0).at[8, 8].set(-0.0))
+    """A matrix of several steps of a program, of which some weights are rare, in every way."""
+    (w,) = _normal((3072, 96), scale=0.05)
+    return coded.encode(w.at[:, 3].mul(40).at[[7, 3000], 9].set(1e-30).at[500].set(0).at[8, 8].set(-0.0))
 
 
 def coded_product(reference, call) -> None:
-    """Seven rows and twenty; and a matrix of which all of a column is rare."""
-    x, y, w = _normal((7, 512), (20, 512), (512, 16))
-    odd = coded.encode(w.at[:, 3].mul(2.0**15))
+    """Seven rows and twenty; and a matrix of which most of a column is rare."""
+    x, y, w = _normal((7, 3072), (20, 3072), (3072, 16))
+    odd = coded.encode(w.at[:, 3].mul(2.0 ** (jnp.arange(3072) % 64).astype(w.dtype)))
 
     def run(call, x, y, *stored):
         return [call(rows, *each, dtype=jnp.float32) for rows in (x, y) for each in (stored[:3], stored[3:])]

@@ -20,10 +20,10 @@ def missing() -> str | None:
 
 def jit(function):
     """Gluon's ``jit`` of the function as it is written, not as a type checker has wrapped it; itself without triton."""
-    if importlib.util.find_spec("triton") is None:
+    try:
+        from triton.experimental import gluon
+    except ImportError:
         return function
-    from triton.experimental import gluon
-
     return gluon.jit(inspect.unwrap(function))
 
 

@@ -124,8 +124,8 @@ def _read_body(*refs, sizes, eps, norm):
     at = pair // (pairs // latents) * rank + j
     places = [jnp.int32(i) for i in range(positions)]  # a plain number beside index arrays: not when interpreted
     # All loads before the first store: the compiler lifts none over it.
-    latents = [load(latent_ref.at[batch, i, at], mask=j < rank, other=0).astype(jnp.float32) for i in places]
-    for position, z_J in zip(places, latents, strict=True):
+    found = [load(latent_ref.at[batch, i, at], mask=j < rank, other=0).astype(jnp.float32) for i in places]
+    for position, z_J in zip(places, found, strict=True):
         if norm:
             z_J = z_J * jax.lax.rsqrt(jnp.sum(z_J * z_J) / rank + eps)
         u_J = jnp.sum(a_JJ * (z_J * gain_J)[None, :], axis=1)

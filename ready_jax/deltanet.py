@@ -74,7 +74,7 @@ class GatedDeltaNet(nnx.Module):
         # All of a dead token is zero: it writes nothing and leaves the state as it is.
         g, beta = (jnp.where(live_BT[..., None], x, 0.0) for x in (g, beta))
         tail_BWC = last_inputs(tail_BWC, u_BTC, jnp.sum(live_BT, axis=1))
-        # They are taken out of the fused projection here, so that it is not held for them.
+        # Taken out of the fused projection here, so that it is not held for them (for z it is, until the norm).
         tail_BWC, g, beta = jax.lax.optimization_barrier((tail_BWC, g, beta))
         key_heads = (c.linear_num_key_heads, c.linear_key_head_dim)
         heads = key_heads, key_heads, (c.linear_num_value_heads, c.linear_value_head_dim)

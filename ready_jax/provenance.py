@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-PACKAGES = ("ready-jax", "jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "numpy")
+PACKAGES = ("ready-jax", "jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "numpy", "jax-triton", "triton")
 COMMIT = "READY_JAX_COMMIT"
 
 

@@ -67,10 +67,10 @@ def compiled_round(device: str, preset_name: str, folder: str, devices: int, bit
         limits = Limits(one_B, jnp.zeros((8,), jnp.int32), one_B, jnp.float32(0), jnp.int32(0))
         return dict(target=target, drafter=drafter, run=run, limits=limits, max_rounds=jnp.int32(0))
 
-    def coded(weight):
-        """A description of the matrix in 12 bits, with as many rare weights as a Gaussian one has."""
+    def coded(weight, rare=16):
+        """A description of the matrix in 12 bits, with as many rare weights in a column as a Gaussian one has."""
         terms, columns = weight.shape
-        sizes = (columns // 16, terms // 64, 3, 32, 4), (columns // 16, 4), (columns // 16, 16, 16)
+        sizes = (columns // 16, terms // 64, 3, 32, 4), (columns // 16, 4), (columns // 16, rare, 16)
         described: Any = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
         return Coded(*described)
 
@@ -82,7 +82,7 @@ def compiled_round(device: str, preset_name: str, folder: str, devices: int, bit
                 terms, columns = weight.shape
                 if preset_name == "lookalike" and coded_weights.why_not(terms, columns, "bfloat16"):
                     continue  # too narrow to shrink
-                stored = nnx.Param(coded(weight))
+                stored = nnx.Param(coded(weight, 96 if group == "fuse" else 16))  # 96: some wait for a loop
                 setattr(module, name, nnx.data(stored) if group == "head" else stored)
     one = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), abstract)
     specs = one if devices == 1 else tensor_parallel.specs(abstract, over, 1)

@@ -17,10 +17,6 @@ BATCH, TOKENS, MEMORIES, X, Y = 3, 150, 3, 16, 32
 PREFIXES = np.array([[0, 1, 63, 64], [65, 127, 128, 149], [64, 64, 100, 150]], np.int32)
 
 
-#: Of the norm of what was added up to a state.
-STATE_BOUND = 3e-3
-
-
 def rounded(inputs: Inputs) -> Inputs:
     """q, k and v as bf16 holds them."""
     q, k, v = (np.array(jnp.asarray(x).astype(jnp.bfloat16)) for x in inputs[1:4])
@@ -57,6 +53,15 @@ def close(found, wanted, bound: float = 8e-3, size: float = 0):
     assert np.linalg.norm(found - wanted) <= bound * max(np.linalg.norm(wanted), size, 1e-3)
 
 
+def first_heads(inputs: Inputs, keys: int) -> Inputs:
+    """The first key heads and their memories: float64 takes long."""
+    s, q, k, v, g, beta = inputs
+    memories = v.shape[2] // k.shape[2] * keys
+    return Inputs(
+        s[:, :memories], q[:, :, :keys], k[:, :, :keys], v[:, :, :memories], *(x[:, :, :memories] for x in (g, beta))
+    )
+
+
 def added_up(inputs: Inputs, states, segment=None):
     """Norms [B, T+1, M] of what was added up to the states [B, T+1, M, X, Y]: roots of summed squares of the writes,
     decayed as they are. Writes that overwrite each other leave a small state, and all their roundings."""
@@ -72,13 +77,16 @@ def added_up(inputs: Inputs, states, segment=None):
     return np.sqrt(np.stack(squares, axis=1))
 
 
-def right(inputs: Inputs, segment=None, prefixes=PREFIXES, impl: str = "interpret"):
+def right(inputs: Inputs, segment=None, prefixes=PREFIXES, impl: str = "interpret", overwriting: bool = False):
+    """``overwriting``: what the states are compared with is what was added up to them."""
     (out, state, found), _ = prefill(inputs, inputs.q.shape[1], segment, prefixes, impl)
+    inputs = first_heads(inputs, 4)
+    memories = inputs.v.shape[2]
     wanted, states = oracle(inputs, segment)
-    sizes = added_up(inputs, states, segment)
-    close(out, wanted)
+    close(out[:, :, :memories], wanted)
     for got, pick in ((state, lambda x: x[:, -1]), (found, lambda x: at(x, prefixes))):
-        close(got, pick(states), STATE_BOUND, np.linalg.norm(pick(sizes)))
+        bound = (3e-3, np.linalg.norm(pick(added_up(inputs, states, segment)))) if overwriting else ()
+        close(got[..., :memories, :, :], pick(states), *bound)
 
 
 def a_case(name: str, inputs: Inputs) -> Inputs:
@@ -184,10 +192,10 @@ def test_the_kernels_say_why_not():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_full_width_on_a_gpu(case):
-    inputs = a_case(case, some(6, tokens=200, keys=4, memories=12, x=128, y=128))
+    inputs = a_case(case, some(6, tokens=200, keys=16, memories=48, x=128, y=128))
     prefixes = np.array([[0, 1, 63, 64], [65, 127, 128, 199], [64, 64, 100, 200]], np.int32)
     right(inputs, None, prefixes, "fused")
-    right(inputs, packings(200), prefixes, "fused")
+    right(inputs, packings(200), prefixes, "fused", overwriting=case == "repeated keys")
 
 
 @pytest.mark.gpu

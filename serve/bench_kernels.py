@@ -88,7 +88,7 @@ class Kernels:
         return normals(5, *[shape] * count, dtype=jnp.float32)
 
     def gated_delta_verify(self, commit: bool = True) -> float:
-        """A layer's rows of a block from projection to gated norm, and the commit of half of them, per layer."""
+        """A layer's rows of a block from projection to gated norm, with ``commit`` also that of half of them."""
         c, batch = self.config, self.batch
         memories, keys = c.linear_num_value_heads, c.linear_num_key_heads
         columns, window = fused_columns(c), c.linear_conv_kernel_dim
